@@ -19,11 +19,10 @@ import ml_dtypes
 import numpy as np
 from mpi4py import MPI
 
-from collectives.kernels import compression
 from collectives.algorithms import compressed, ring
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import SUM
-from collectives.kernels import half_loops
+from collectives.kernels import compression, half_loops
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline
 

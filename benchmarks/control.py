@@ -37,12 +37,14 @@ from typing import Any
 import numpy as np
 
 import collectives as cc
-from collectives.core import settings, topology
-from collectives.operations import broadcast, split as groups, persistent, reduce, gather_scatter; from collectives.calls import signature_check, shared_settings
-from collectives.calls.call import enter
+from collectives.calls import shared_settings, signature_check
+from collectives.calls.call import begin_call
 from collectives.calls.group import Group
+from collectives.core import settings, topology
+from collectives.operations import broadcast, gather_scatter, persistent, reduce
+from collectives.operations import split as groups
 from collectives.simulation import ranks
-from collectives.simulation.cluster import Cluster
+from collectives.simulation.cluster import SimulatedCluster
 from collectives.simulation.transport import SimulatedTransport
 from collectives.tools import plot
 from collectives.transport.transport import Deadline
@@ -121,8 +123,10 @@ def run_twice(plan: Callable[[], object]) -> None:
 
 
 ACTS: dict[str, Callable[[Group], object]] = {
-    "init: settings are settled": lambda g: shared_settings.settle(g.settings, g.transport),
-    "compare a call": lambda g: signature_check.agree(g, 1, {"operation": "x"}, Deadline("x", LIMIT)),
+    "init: settings are settled": lambda g: shared_settings.negotiate(g.settings, g.transport),
+    "compare a call": lambda g: signature_check.verify(
+        g, 1, {"operation": "x"}, Deadline("x", LIMIT)
+    ),
     "allreduce, 8 B": lambda g: reduce.allreduce(g, np.zeros(1)),
     "allreduce, 128 KiB": lambda g: reduce.allreduce(g, np.zeros(1 << 15, np.float32)),
     "broadcast, 128 KiB": lambda g: broadcast.broadcast(g, np.zeros(1 << 15, np.float32)),
@@ -193,22 +197,22 @@ def measured(size: int) -> dict[str, list[float]]:
         if name.startswith("alltoall") and size > 256:
             found["alltoall, a number each, by its schedule"] = scheduled(size)
             continue
-        found[name] = most_of(act, Cluster(size, size), own)
+        found[name] = most_of(act, SimulatedCluster(size, size), own)
         if name in SEVERAL:
             found[f"{name}, {PER_NODE} ranks on a node"] = most_of(
-                act, Cluster(size, size // PER_NODE), own
+                act, SimulatedCluster(size, size // PER_NODE), own
             )
     return found | memory(size, own)
 
 
 def most_of(
-    act: Callable[[Group], object], cluster: Cluster, own: settings.Settings
+    act: Callable[[Group], object], cluster: SimulatedCluster, own: settings.Settings
 ) -> list[float]:
     """Return the most messages, peers and KiB of a rank in an act, to and from other nodes."""
     leaders = cluster.leaders()
     counts = [Counts() for _ in leaders]
 
-    def program(access: ranks.Access) -> None:
+    def program(access: ranks.RankContext) -> None:
         rank = access.transport.rank
         away = [leader != leaders[rank] for leader in leaders]
         counted(access.transport, counts[rank], away)
@@ -247,10 +251,10 @@ def memory(size: int, own: settings.Settings) -> dict[str, list[float]]:
         if size <= MOST_OF_CALLS:
             reduce.allreduce(group, x, out=x)
             return
-        with enter(group, "allreduce") as call:
+        with begin_call(group, "allreduce") as call:
             call.describe(op="mean", dtype=x.dtype, shape=x.shape, algorithm="auto")
 
-    def program(access: ranks.Access) -> None:
+    def program(access: ranks.RankContext) -> None:
         before = tracemalloc.get_traced_memory()[0]
         group = Group(access.transport, range(size), own)
         made.append(tracemalloc.get_traced_memory()[0] - before)
@@ -266,7 +270,7 @@ def memory(size: int, own: settings.Settings) -> dict[str, list[float]]:
 
     files = len(os.listdir("/proc/self/fd"))
     tracemalloc.start()
-    ranks.run(Cluster(size, size), program, payload=True)
+    ranks.run(SimulatedCluster(size, size), program, payload=True)
     tracemalloc.stop()
     more = (marks[1] - marks[0]) / size / 1024
     return {

@@ -97,7 +97,7 @@ def rank_main(alone: bool, delay: float) -> int:
         def nobody_waits(what: str, most_seconds: float = 0.0) -> Iterator[bool]:
             yield True
 
-        compile_lock.first = nobody_waits  # type: ignore[assignment]
+        compile_lock.wait_or_lead = nobody_waits  # type: ignore[assignment]
     if delay:
         slow(delay)
     began = time.perf_counter()

@@ -57,9 +57,9 @@ from collectives.tools import plot
 if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
-    from collectives.algorithms.cost_model import Layout
+    from collectives.algorithms.cost_model import RankLayout
     from collectives.communicator import Communicator
-    from collectives.core.links import Link, Machine
+    from collectives.core.links import LinkCost, Machine
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "netns")]
@@ -205,36 +205,38 @@ def table(layout: dict[str, Any]) -> str:
 
 def simulate(layout: dict[str, Any]) -> None:
     """Simulate what was measured, over the links that were."""
-    from collectives.core.links import Link, Machine
+    from collectives.core.links import LinkCost, Machine
     from collectives.simulation import calls
-    from collectives.simulation.cluster import Cluster
-    from collectives.simulation.cpu_scheduler import Waiting, Waits
+    from collectives.simulation.cluster import SimulatedCluster
+    from collectives.simulation.cpu_scheduler import WaitingRank, WaitKinds
 
-    machine = Machine(*(Link(*link) for link in layout["pairs"]))
+    machine = Machine(*(LinkCost(*link) for link in layout["pairs"]))
     machines = layout["machines"]
-    cluster = Cluster(
+    cluster = SimulatedCluster(
         machines * layout["ranks_per_machine"],
         machines,
         machine,
         burst=layout["burst"],
         cores=layout["cores"],
         nodes_per_host=machines,
-        waits=Waits(*(Waiting(*each) for each in layout["waits"])),
+        waits=WaitKinds(*(WaitingRank(*each) for each in layout["waits"])),
         copying=layout["copying"],
         together=layout.get("together"),  # not known of layouts that were measured before
     )
-    by_nodes = signature_check.by_nodes(cluster.layout)
+    by_nodes = signature_check.per_node(cluster.layout)
     python = layout["python"]
     for size in layout["sizes"]:
         how = {"by_nodes": by_nodes, "calls": several(size["bytes"])}
         names = {name for name, _, _ in size["times"]} - {"auto"}
         found = {
-            name: calls.whole(name, size["bytes"], cluster, python=python[name], **how)
+            name: calls.simulate_check(name, size["bytes"], cluster, python=python[name], **how)
             for name in names
         }
         carried = size["auto"] == "letters"
         found["auto"] = (
-            calls.whole(None, size["bytes"], cluster, **how) if carried else found[size["auto"]]
+            calls.simulate_check(None, size["bytes"], cluster, **how)
+            if carried
+            else found[size["auto"]]
         )
         size["simulated"] = found
 
@@ -339,14 +341,14 @@ def by_pairs(comm: Communicator, seconds: float) -> Machine:
     from collectives.core import links
     from collectives.tools import measure
 
-    found: dict[str, Link] = {}
+    found: dict[str, LinkCost] = {}
     for two in (between_machines(comm), inside_a_machine(comm)):
         with as_part(comm, two) as pair:
             if pair is not None:
-                found |= measure.measure(measure.Clock(pair), seconds)
+                found |= measure.measure(measure.MeasuringClock(pair), seconds)
     found = comm.broadcast_object(found)
     changes = {name: link._asdict() for name, link in found.items()}
-    return links.overridden(links.defaults(), changes, "measured").machine
+    return links.with_overrides(links.defaults(), changes, "measured").machine
 
 
 def between_machines(comm: Communicator) -> tuple[int, ...]:
@@ -401,7 +403,7 @@ def exchange(leaders: Communicator) -> None:
     sent, received = np.zeros(COPIED_BYTES, np.uint8), np.empty(COPIED_BYTES, np.uint8)
     pending = [transport.start_receive(received, before), transport.start_send(sent, after)]
     while pending := [message for message in pending if not message.done()]:
-        deadline.check(transport, pending, transport.culprit)
+        deadline.check(transport, pending, transport.blocking_rank)
         time.sleep(1e-3)
 
 
@@ -429,9 +431,9 @@ def together(comm: Communicator) -> float:
 def by_python(comm: Communicator) -> dict[str, list[float]]:
     """Return what each algorithm takes of each rank's processor, besides its messages."""
     from collectives.simulation import overhead
-    from collectives.simulation.cluster import Cluster
+    from collectives.simulation.cluster import SimulatedCluster
 
-    leaders = Cluster(comm.size, comm.num_nodes).leaders()
+    leaders = SimulatedCluster(comm.size, comm.num_nodes).leaders()
     names = selection.estimate("allreduce", 4, comm.layout)
     found = {}
     if comm.rank == 0:
@@ -443,14 +445,15 @@ def by_python(comm: Communicator) -> dict[str, list[float]]:
 def rank_main(seconds: float) -> int:
     """Measure one layout as one of its ranks; rank 0 prints what was found."""
     import collectives as cc
-    from collectives import communicator; from collectives.core import settings, tuning_file
+    from collectives import communicator
+    from collectives.core import settings, tuning_file
     from collectives.core.links import table as table_of
     from collectives.tools import measure
 
     world = cc.init()
     from mpi4py import MPI  # not before: importing it starts MPI, without the settings of `launch`
 
-    clock = measure.Clock(world)
+    clock = measure.MeasuringClock(world)
     with tempfile.TemporaryDirectory() as folder:
         file = Path(folder) / "links.json"
         found = measure.measure(clock, seconds / 5)
@@ -521,19 +524,21 @@ def one_pass(comm: Communicator, nbytes: int, seconds: float) -> tuple[float, di
     return float(comm.broadcast(np.array(others))), took
 
 
-def said(nbytes: int, layout: Layout) -> dict[str, float]:
+def said(nbytes: int, layout: RankLayout) -> dict[str, float]:
     """Return what the cost model says of whole calls, also of "auto"."""
     compared = signature_check.seconds(0, layout) + layout.call
     times = selection.estimate("allreduce", nbytes, layout)
     found = {name: compared + took for name, took in times.items()}
     picked = auto(nbytes, layout)
-    found["auto"] = signature_check.seconds(nbytes, layout) if picked == "letters" else found[picked]
+    found["auto"] = (
+        signature_check.seconds(nbytes, layout) if picked == "letters" else found[picked]
+    )
     return found
 
 
-def auto(nbytes: int, layout: Layout) -> str:
+def auto(nbytes: int, layout: RankLayout) -> str:
     """Return what "auto" does: an algorithm, or letters that carry the array."""
-    carried = nbytes <= signature_check.most(layout)
+    carried = nbytes <= signature_check.max_piggyback_bytes(layout)
     return "letters" if carried else selection.pick("allreduce", nbytes, layout)
 
 

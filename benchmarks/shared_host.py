@@ -32,7 +32,7 @@ from typing import Any
 import numpy as np
 
 from collectives.simulation.cluster import POLLING, YIELDING
-from collectives.simulation.cpu_scheduler import Waiting, Waits
+from collectives.simulation.cpu_scheduler import WaitingRank, WaitKinds
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "netns")]
@@ -81,7 +81,7 @@ def measured() -> list[dict[str, Any]]:
     return figures
 
 
-def waits(figures: list[dict[str, Any]], *, yields: bool) -> Waits:
+def waits(figures: list[dict[str, Any]], *, yields: bool) -> WaitKinds:
     """Return how ranks wait that share the cores of the machine of these figures.
 
     Looks are as measured: those of a wait that goes on, or where each of them gives the core away.
@@ -93,8 +93,8 @@ def waits(figures: list[dict[str, Any]], *, yields: bool) -> Waits:
     )
     polls = statistics.mean(each["polls us"]["python"] for each in figures if not each["yields"])
     slower = 1e-6 * polls / POLLING.python.polls
-    return Waits(*(
-        Waiting(each.polls * slower, 1e-6 * look, each.resume * slower)
+    return WaitKinds(*(
+        WaitingRank(each.polls * slower, 1e-6 * look, each.resume * slower)
         for each in (YIELDING if yields else POLLING)
     ))  # fmt: skip
 
@@ -156,8 +156,8 @@ class _Letters:
 
         self._pair = pair
         self._data = np.zeros(1)
-        self._letters = eager.Letters(pair.transport, 8)
-        self.block = eager.Block(self._letters, np.dtype("f8"), 1, MAX, fill=True)
+        self._letters = eager.EagerExchange(pair.transport, 8)
+        self.block = eager.EagerBlock(self._letters, np.dtype("f8"), 1, MAX, fill=True)
         self.words = eager
         self.block.words[eager.SEND] = self.block.words[eager.OUT] = address(self._data)
 
@@ -167,7 +167,7 @@ class _Letters:
         return self._letters.kernel(self.block.address)
 
     def exchange(self) -> None:
-        self._letters.drive(self.block, self.start(), self._pair.deadline("shared host"))
+        self._letters.run(self.block, self.start(), self._pair.deadline("shared host"))
 
     def polled(self) -> float:
         """Return the microseconds of the looks after which the core is given away."""
@@ -184,7 +184,7 @@ class _Letters:
             began = time.perf_counter()
             status = self.start()
             times.append(time.perf_counter() - began)
-            self._letters.drive(self.block, status, self._pair.deadline("shared host"))
+            self._letters.run(self.block, status, self._pair.deadline("shared host"))
         self.block.words[self.words.YIELDS] = 200
         return 1e6 * _median(times)
 
@@ -219,7 +219,7 @@ def _polled(pair: Any) -> float:
 
 def _looks(world: Any) -> dict[str, float]:
     """Return the microseconds of a look of each kind, all ranks looking."""
-    from collectives.transport.backoff import Wait
+    from collectives.transport.backoff import Backoff
 
     transport, deadline = world.transport, world.deadline("shared host")
     data = np.zeros(8, np.uint8)
@@ -236,7 +236,7 @@ def _looks(world: Any) -> dict[str, float]:
             else:
                 pending = [each for each in [message] if not each.done()]
                 deadline.check(transport, pending, transport.culprit)
-                Wait().pause()
+                Backoff().pause()
         spent = time.perf_counter() - began
         transport.send(data, right, deadline)
         transport.wait([message], deadline)

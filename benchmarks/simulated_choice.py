@@ -32,11 +32,11 @@ from pathlib import Path
 from typing import Any
 
 from collectives.algorithms import selection
-from collectives.core.links import DEFAULT, Link
 from collectives.calls import signature_check
+from collectives.core.links import DEFAULT, LinkCost
 from collectives.simulation import calls
 from collectives.simulation.clock import Stopped
-from collectives.simulation.cluster import Cluster
+from collectives.simulation.cluster import SimulatedCluster
 from collectives.tools import explain, plot
 from collectives.tools.explain import Question
 
@@ -85,9 +85,9 @@ def main() -> int:
     return 0
 
 
-def cluster_of(machines: int, ranks: int, gigabits: float, latency: float) -> Cluster:
-    network = Link(latency, 8e-9 / gigabits, GAMMA)
-    return Cluster(machines * ranks, machines, DEFAULT._replace(network=network))
+def cluster_of(machines: int, ranks: int, gigabits: float, latency: float) -> SimulatedCluster:
+    network = LinkCost(latency, 8e-9 / gigabits, GAMMA)
+    return SimulatedCluster(machines * ranks, machines, DEFAULT._replace(network=network))
 
 
 def row(number: int, within: float) -> dict[str, Any]:
@@ -103,22 +103,24 @@ def row(number: int, within: float) -> dict[str, Any]:
     }
     operation, machines, ranks, nbytes, gigabits, latency = question.values()
     cluster = cluster_of(machines, ranks, gigabits, latency)
-    pick, least = explain.picked(Question(operation, nbytes), cluster.layout)
+    pick, least = explain.pick(Question(operation, nbytes), cluster.layout)
     compared = signature_check.seconds(0, cluster.layout)
     estimates = {
         name: compared + seconds
         for name, seconds in selection.estimate(operation, nbytes, cluster.layout).items()
     }
     names = [pick, *(n for n in estimates if n != pick and estimates[n] <= WORTH_A_TRY * least)]
-    by_nodes = signature_check.by_nodes(cluster.layout)
+    by_nodes = signature_check.per_node(cluster.layout)
     seconds: dict[str, float] = {}
     before = 0.0
     for name in names:
         if name != "together" and not before:
-            before = calls.together(0, cluster, by_nodes=by_nodes)
+            before = calls.simulate_sequence(0, cluster, by_nodes=by_nodes)
         try:
             if name == "together":
-                seconds[name] = calls.together(nbytes, cluster, by_nodes=by_nodes, within=within)
+                seconds[name] = calls.simulate_sequence(
+                    nbytes, cluster, by_nodes=by_nodes, within=within
+                )
             else:
                 took = calls.seconds(operation, name, nbytes, cluster, within=within)
                 seconds[name] = before + took

@@ -20,9 +20,9 @@ import tempfile
 from pathlib import Path
 from typing import Any
 
-from collectives.core.links import DEFAULT, Link
+from collectives.core.links import DEFAULT, LinkCost
 from collectives.simulation import calls
-from collectives.simulation.cluster import Cluster
+from collectives.simulation.cluster import SimulatedCluster
 
 ROOT = Path(__file__).resolve().parent.parent
 sys.path.insert(0, str(ROOT / "tests"))
@@ -102,9 +102,11 @@ def main() -> int:
 
 
 def ours(ranks: int, operation: str, algorithm: str, _: str, nbytes: int) -> float:
-    free = Link(NOTHING, NOTHING, NOTHING)
-    machine = DEFAULT._replace(node=free, network=Link(LATENCY, BETA, NOTHING))
-    return calls.seconds(operation, algorithm, nbytes, Cluster(ranks, ranks, machine), eager=EAGER)
+    free = LinkCost(NOTHING, NOTHING, NOTHING)
+    machine = DEFAULT._replace(node=free, network=LinkCost(LATENCY, BETA, NOTHING))
+    return calls.seconds(
+        operation, algorithm, nbytes, SimulatedCluster(ranks, ranks, machine), eager=EAGER
+    )
 
 
 def simgrid(

@@ -27,8 +27,8 @@ from typing import Any, NamedTuple
 from spare_replicas import delays
 
 from collectives.algorithms import selection
-from collectives.algorithms.cost_model import Layout
-from collectives.core.links import DEFAULT, Link
+from collectives.algorithms.cost_model import RankLayout
+from collectives.core.links import DEFAULT, LinkCost
 from collectives.simulation import training
 from collectives.simulation.training import Compute
 from collectives.tools import plot
@@ -120,8 +120,8 @@ def reducing(nbytes: int, replicas: int, *, dense: bool) -> float:
     if replicas == 1:
         return 0.0
     operation, nbytes = ("allreduce", nbytes) if dense else ("allgather", nbytes * replicas)
-    machine = DEFAULT._replace(network=Link(LATENCY, BETA, DEFAULT.network.gamma))
-    layout = Layout(replicas, replicas, machine)
+    machine = DEFAULT._replace(network=LinkCost(LATENCY, BETA, DEFAULT.network.gamma))
+    layout = RankLayout(replicas, replicas, machine)
     return selection.estimate(operation, nbytes, layout)[selection.pick(operation, nbytes, layout)]
 
 
@@ -129,7 +129,7 @@ def buckets(model: Model, replicas: int, share: int = 1) -> list[tuple[float, fl
     """Return for each bucket when it is ready, and its all-reduce; bytes are cut by `share`."""
     number = max(1, round(model.nbytes / BUCKET))
     took = reducing(model.nbytes // number // share, replicas, dense=model.dense)
-    return [(share, took) for share in training.ready([model.nbytes // number] * number)]
+    return [(share, took) for share in training.ready_fractions([model.nbytes // number] * number)]
 
 
 def speedups(name: str, kind: str) -> dict[str, dict[int, dict[str, float]]]:

@@ -69,7 +69,7 @@ def main() -> None:
                 options.json.write_text(json.dumps(written, indent=1) + "\n")
 
 
-def said(outcome: training.Outcome) -> dict[str, float]:
+def said(outcome: training.TrainingResult) -> dict[str, float]:
     return {
         "per second": outcome.steps_per_second,
         "waiting": outcome.waiting,

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 from typing import TYPE_CHECKING
 
-from collectives.core import suggestions; from collectives import world
+from collectives import world
 from collectives.arrays.reduction import (
     BITWISE_AND,
     BITWISE_OR,
@@ -28,20 +28,27 @@ from collectives.arrays.reduction import (
     PRODUCT,
     SUM,
 )
-from collectives.fusion.buckets import Buckets
+from collectives.calls.requests import Request
 from collectives.communicator import Communicator, from_mpi
+from collectives.core import suggestions
+from collectives.core.errors import (
+    CollectiveError,
+    CollectiveTimeout,
+    LaunchError,
+    MismatchError,
+    PeerFailure,
+)
+from collectives.core.torch_compile import exclude_packages
+from collectives.core.version import __version__ as __version__
+from collectives.fusion.buckets import Buckets
 from collectives.kernels.compression import BF16, FP16, INT8, NONE, Compression
-from collectives.core.errors import CollectiveError, CollectiveTimeout, LaunchError, MismatchError, PeerFailure
+from collectives.launch.abort_hook import leave
 from collectives.launch.launcher import launched_processes
 from collectives.launch.open_mpi import is_fault_tolerant
-from collectives.launch.abort_hook import leave
-from collectives.tracing.call_sites import calls_from_here
-from collectives.transport.header import Envelope
 from collectives.plans.planner import Plan
-from collectives.calls.requests import Request
+from collectives.tracing.call_sites import calls_from_here
 from collectives.tracing.timeline import timeline_span
-from collectives.core.torch_compile import leave_alone
-from collectives.core.version import __version__ as __version__
+from collectives.transport.header import Envelope
 from collectives.world import *  # noqa: F403  # the operations of the world, listed there
 
 __all__ = [
@@ -83,7 +90,7 @@ __all__ = [
 ]
 __all__ += world.__all__
 
-leave_alone()
+exclude_packages()
 
 
 if not TYPE_CHECKING:

@@ -166,7 +166,7 @@ def _bench(options: argparse.Namespace) -> int:
     from collectives.tools import bench, byte_sizes
 
     try:
-        chosen = bench.Options(
+        chosen = bench.BenchOptions(
             options.operation,
             byte_sizes.sizes(options.sizes),
             options.dtype,
@@ -204,8 +204,8 @@ def _errors(options: argparse.Namespace) -> int:
 
 
 def _explain(options: argparse.Namespace) -> int:
-    from collectives.algorithms.cost_model import Layout
-    from collectives.tools import explain, plot, byte_sizes
+    from collectives.algorithms.cost_model import RankLayout
+    from collectives.tools import byte_sizes, explain, plot
 
     try:
         if options.plot is not None:
@@ -214,13 +214,13 @@ def _explain(options: argparse.Namespace) -> int:
             plot.check(options.plot, "--plot")
         configuration, known = _links(options)
         (nbytes,) = byte_sizes.sizes(options.bytes)
-        layout = Layout(options.ranks, options.nodes, known.machine)
+        layout = RankLayout(options.ranks, options.nodes, known.machine)
         question = explain.Question(options.operation, nbytes)
         print(explain.table(question, layout, known, configuration.stores))
         if options.upto is None:
             return 0
         points = explain.curve(question, layout, options.upto)
-        print(f"\n{explain.drawn(points)}\n{explain.rests_on(configuration, known)}")
+        print(f"\n{explain.ascii_bars(points)}\n{explain.provenance(configuration, known)}")
         if options.plot is not None:
             plot.draw_curve(f"{question}, {layout.per_node} ranks a node", points, options.plot)
     except (OSError, ValueError) as error:
@@ -251,7 +251,7 @@ def _with_file(arguments: list[str]) -> list[str]:
     return arguments
 
 
-def _links(options: argparse.Namespace) -> tuple[settings.Settings, links.Links]:
+def _links(options: argparse.Namespace) -> tuple[settings.Settings, links.MeasuredMachine]:
     """Return the settings and links that `auto` would go by, or what the options say instead."""
     from collectives.core import links, settings, tuning_file
 
@@ -263,8 +263,8 @@ def _links(options: argparse.Namespace) -> tuple[settings.Settings, links.Links]
         network["alpha"] = options.latency
     if options.gigabits is not None:
         network["beta"] = 8e-9 / options.gigabits
-    found = tuning_file.found(configuration)
-    return configuration, links.overridden(found, {"network": network}, "options")
+    found = tuning_file.load_links(configuration)
+    return configuration, links.with_overrides(found, {"network": network}, "options")
 
 
 def _refuse(error: Exception) -> int:

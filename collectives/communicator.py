@@ -6,20 +6,25 @@ from typing import TYPE_CHECKING, TypeVar
 
 import numpy as np
 
-from collectives.core import settings, suggestions
-from collectives.fusion import plan_buckets as plan
+from collectives.calls import call, shared_arrays
+from collectives.calls.group import Group
+from collectives.calls.shared_settings import negotiate
 from collectives.channel import channel
+from collectives.core import settings, suggestions
 from collectives.core.errors import in_turn
+from collectives.devices.staged import DeviceOperations
+from collectives.fusion import allreduce as grouped
+from collectives.fusion import gather as grouped_rows
+from collectives.fusion import plan_buckets as plan
 from collectives.launch import processes
 from collectives.operations import broadcast as broadcasts
-from collectives.calls import call, shared_arrays; from collectives.fusion import allreduce as grouped, gather as grouped_rows; from collectives.operations import split as groups, objects, persistent, gather_scatter, shrink, sparse; from collectives.p2p import send_recv
+from collectives.operations import gather_scatter, objects, persistent, shrink, sparse
 from collectives.operations import reduce as reductions
 from collectives.operations import scan as scans
-from collectives.calls.group import Group
-from collectives.devices.staged import OnDevices
-from collectives.p2p.endpoint import PointToPoint
-from collectives.operations.nonblocking import asynchronous, background
-from collectives.calls.shared_settings import settle
+from collectives.operations import split as groups
+from collectives.operations.nonblocking import nonblocking_twin, request_thread
+from collectives.p2p import send_recv
+from collectives.p2p.endpoint import P2PEndpoint
 from collectives.transport.mpi import MpiTransport
 
 if TYPE_CHECKING:
@@ -58,7 +63,7 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
 
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"from_mpi: expected a communicator of mpi4py, got {comm!r}")
-    numbers = processes.members(comm, "from_mpi")
+    numbers = processes.checked_ranks(comm, "from_mpi")
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
     leader = np.array([comm.Get_rank()])
     node.Bcast(leader, 0)
@@ -69,7 +74,7 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
     transport = MpiTransport(comm)
     if numbers != list(range(len(numbers))):
         transport.world = numbers
-    settled = settle(configuration or settings.from_environment(), transport, leaders.tolist())
+    settled = negotiate(configuration or settings.from_environment(), transport, leaders.tolist())
     return Communicator(transport, leaders.tolist(), settled)
 
 
@@ -146,25 +151,25 @@ class Communicator(Group):
     plan_reduce_scatter = persistent.plan_reduce_scatter
     plan_buckets = plan.plan_buckets
     split = groups.split
-    group = groups.group
+    group = groups.create_group
     agreed = shrink.agreed
     shrink = shrink.shrink
 
-    allreduce_async = asynchronous(allreduce)
-    reduce_async = asynchronous(reduce)
-    reduce_scatter_async = asynchronous(reduce_scatter)
-    scan_async = asynchronous(scan)
-    exscan_async = asynchronous(exscan)
-    broadcast_async = asynchronous(broadcast)
-    gather_async = asynchronous(gather)
-    allgather_async = asynchronous(allgather)
-    scatter_async = asynchronous(scatter)
-    alltoall_async = asynchronous(alltoall)
-    barrier_async = asynchronous(barrier)
-    grouped_allreduce_async = asynchronous(grouped_allreduce)
-    grouped_allgather_async = asynchronous(grouped_allgather)
-    grouped_reduce_scatter_async = asynchronous(grouped_reduce_scatter)
-    grouped_broadcast_async = asynchronous(grouped_broadcast)
+    allreduce_async = nonblocking_twin(allreduce)
+    reduce_async = nonblocking_twin(reduce)
+    reduce_scatter_async = nonblocking_twin(reduce_scatter)
+    scan_async = nonblocking_twin(scan)
+    exscan_async = nonblocking_twin(exscan)
+    broadcast_async = nonblocking_twin(broadcast)
+    gather_async = nonblocking_twin(gather)
+    allgather_async = nonblocking_twin(allgather)
+    scatter_async = nonblocking_twin(scatter)
+    alltoall_async = nonblocking_twin(alltoall)
+    barrier_async = nonblocking_twin(barrier)
+    grouped_allreduce_async = nonblocking_twin(grouped_allreduce)
+    grouped_allgather_async = nonblocking_twin(grouped_allgather)
+    grouped_reduce_scatter_async = nonblocking_twin(grouped_reduce_scatter)
+    grouped_broadcast_async = nonblocking_twin(grouped_broadcast)
 
     def to_mpi(self) -> MPI.Intracomm:
         """Return a communicator of mpi4py with the same ranks, for whatever else MPI can do.
@@ -182,9 +187,9 @@ class Communicator(Group):
             >>> comm.to_mpi().Get_size() == comm.size
             True
         """
-        own = self.kept(_OfMpi)
+        own = self.state_of(_OfMpi)
         if not own.comm:
-            with call.enter(self, "to_mpi") as calling:
+            with call.begin_call(self, "to_mpi") as calling:
                 calling.describe()
                 calling.agree()
                 own.comm = self.transport.to_mpi()
@@ -199,7 +204,7 @@ class Communicator(Group):
         Raises:
             LaunchError: MPI was started without support for several threads.
         """
-        with call.enter(self, "open_channel") as opening:
+        with call.begin_call(self, "open_channel") as opening:
             opening.describe()
             opening.agree()
             mailbox = self.transport.open_mailbox()
@@ -236,11 +241,11 @@ class Communicator(Group):
         """Release the communicator; *collective*. Closing twice is harmless."""
         if self.unusable is None:
             self.check_free("close")
-        self.close_kept(background)
-        self.close_kept(PointToPoint)
+        self.close_state_of(request_thread)
+        self.close_state_of(P2PEndpoint)
         if self.unusable is None:
-            self.close_kept(_OfMpi)
-            self.close_kept(OnDevices)
+            self.close_state_of(_OfMpi)
+            self.close_state_of(DeviceOperations)
             super().close()
 
     def __enter__(self) -> Communicator:

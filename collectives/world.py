@@ -10,12 +10,13 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from collectives.core import oversubscription, settings
-from collectives.communicator import Communicator, from_mpi
-from collectives.launch import processes, abort_hook
-from collectives.launch.open_mpi import is_fault_tolerant
-from collectives.tracing import recorder; from collectives.operations import timeline_control
 from collectives.calls.group import open_groups
+from collectives.communicator import Communicator, from_mpi
+from collectives.core import oversubscription, settings
+from collectives.launch import abort_hook, processes
+from collectives.launch.open_mpi import is_fault_tolerant
+from collectives.operations import timeline_control
+from collectives.tracing import recorder
 from collectives.transport import failure_detector
 
 if TYPE_CHECKING:
@@ -121,7 +122,7 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     """
     global _world, _members
     if _world is not None:
-        if comm is not None and (given := processes.members(comm)) != _members:
+        if comm is not None and (given := processes.checked_ranks(comm)) != _members:
             raise ValueError(
                 f"init: there is a world already, of the processes {_members}, got {given}; call "
                 "shutdown() first"
@@ -129,8 +130,8 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
         return _world
     configuration = settings.from_environment()
     all_processes = processes.start_mpi(configuration)
-    ranks = all_processes if comm is None else processes.some(comm)
-    _members = processes.members(ranks)
+    ranks = all_processes if comm is None else processes.sub_communicator(comm)
+    _members = processes.checked_ranks(ranks)
     if len(_members) == all_processes.Get_size():
         failure_detector.install(all_processes, recorder.last_call, is_fault_tolerant())
     _world = from_mpi(ranks, configuration)
@@ -138,8 +139,8 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     recorder.install(all_processes.Get_rank(), all_processes.Get_size(), configuration.recorder_dir)
     if configuration.abort_on_exception:
         abort_hook.abort_on_exception(all_processes)
-    warnings = settings.slips(os.environ) if _world.rank == 0 else []
-    for text in filter(None, [*warnings, oversubscription.find(ranks, os.environ)]):
+    warnings = settings.unknown_variables(os.environ) if _world.rank == 0 else []
+    for text in filter(None, [*warnings, oversubscription.warning_for(ranks, os.environ)]):
         log.warning("[%d/%d] %s", _world.rank, _world.size, text)
     if _world.settings.timeline is not None:
         timeline_control.start(_world, _world.settings.timeline)

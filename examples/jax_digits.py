@@ -21,7 +21,8 @@ import optax
 import collectives as cc
 import strategies
 from common.digits import PIXELS, table
-from strategies.checkpoint import Saver; from strategies.session import Summaries, TrainingSession, hooks
+from strategies.checkpoint import Saver
+from strategies.session import Summaries, TrainingSession, hooks
 
 
 def main() -> None:

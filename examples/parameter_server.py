@@ -18,8 +18,10 @@ import numpy as np
 
 import strategies
 from common.digits import Network, accuracy, batches, load
+from strategies.checkpoint import Saver
+from strategies.elastic import Preemption
 from strategies.parameter_server import Drop, Record, Scale
-from strategies.elastic import Preemption; from strategies.checkpoint import Saver; from strategies.session import TrainingSession, hooks
+from strategies.session import TrainingSession, hooks
 
 BATCH = 50
 

@@ -19,8 +19,10 @@ import numpy as np
 import collectives as cc
 import strategies
 from common.digits import Network, accuracy, batches, load
+from strategies.checkpoint import Saver
+from strategies.elastic import Preemption
 from strategies.errors import OutOfRangeError
-from strategies.elastic import Preemption; from strategies.checkpoint import Saver; from strategies.session import TrainingSession, hooks
+from strategies.session import TrainingSession, hooks
 
 
 def main() -> None:

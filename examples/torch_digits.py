@@ -17,7 +17,8 @@ import torch
 import collectives as cc
 import strategies
 from common.digits import PIXELS, table
-from strategies.checkpoint import Saver; from strategies.session import Summaries, TrainingSession, hooks
+from strategies.checkpoint import Saver
+from strategies.session import Summaries, TrainingSession, hooks
 
 
 def main() -> None:

@@ -23,7 +23,8 @@ import collectives as cc
 import strategies
 from common import digits
 from common.running import report
-from strategies.checkpoint import Saver; from strategies.session import Summaries, TrainingSession, hooks
+from strategies.checkpoint import Saver
+from strategies.session import Summaries, TrainingSession, hooks
 
 # Once through CSV files of 64 pixels and a digit per line.
 read_digits = functools.partial(

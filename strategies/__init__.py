@@ -33,20 +33,29 @@ from strategies import (
 )
 from strategies.averaging.alike import check_alike
 from strategies.averaging.broadcast import broadcast_optimizer_state, broadcast_parameters
+from strategies.checkpoint.checkpoint_manager import CheckpointManager
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.local_devices import devices
+from strategies.core.communication_options import CommunicationOptions
+from strategies.core.sparse import Rows
 from strategies.distributed_optimizer import DistributedOptimizer
 from strategies.optimizers import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp, schedules
-from strategies.core.communication_options import CommunicationOptions
 from strategies.parameter_server import ParameterServerStrategy
-from strategies.rpc.server import Server
 from strategies.replicas.variable import Variable
+from strategies.rpc.server import Server
 from strategies.spare_replica import SpareReplicaStrategy
-from strategies.core.sparse import Rows
 from strategies.strategy.base.base import Strategy
-from strategies.strategy.base.synchronous_strategies import CentralStorageStrategy, DefaultStrategy, MirroredStrategy, MultiWorkerMirroredStrategy, OneDeviceStrategy, get_replica_context, get_strategy, in_cross_replica_context
+from strategies.strategy.base.synchronous_strategies import (
+    CentralStorageStrategy,
+    DefaultStrategy,
+    MirroredStrategy,
+    MultiWorkerMirroredStrategy,
+    OneDeviceStrategy,
+    get_replica_context,
+    get_strategy,
+    in_cross_replica_context,
+)
 from strategies.tpu import TPUStrategy
-from strategies.checkpoint.checkpoint_manager import CheckpointManager
 
 __all__ = [
     "LARS",
@@ -97,11 +106,11 @@ __all__ = [
 _LAZY = ("experiment", "horovod", "jax", "model_parallel", "torch")
 
 if TYPE_CHECKING:
-    from strategies.strategy.base import experiment
     from strategies import horovod as horovod
     from strategies import jax as jax
     from strategies import model_parallel as model_parallel
     from strategies import torch as torch
+    from strategies.strategy.base import experiment
 else:  # hidden from type checkers, which would accept any name
 
     def __getattr__(name: str) -> ModuleType:

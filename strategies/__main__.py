@@ -10,8 +10,9 @@ import sys
 from pathlib import Path
 from typing import Any
 
-from strategies import demo, errors; from strategies.cluster import slurm_submission
+from strategies import demo, errors
 from strategies.checkpoint import inspection
+from strategies.cluster import slurm_submission
 
 
 def main(arguments: list[str] | None = None) -> int:
@@ -95,7 +96,9 @@ def _submit(options: argparse.Namespace) -> int:
         options=options.sbatch,
         elastic=options.elastic,
     )
-    print(slurm_submission.script_of(job) if options.dry_run else slurm_submission.submit(job), end="")
+    print(
+        slurm_submission.script_of(job) if options.dry_run else slurm_submission.submit(job), end=""
+    )
     return 0
 
 

@@ -7,10 +7,10 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, overload
 
 import collectives as cc
-from strategies.core import agreement
 from strategies.averaging.alike import Compare
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.averaging.rule import Early, Rule
+from strategies.core import agreement
 from strategies.wrapping import wrap
 
 if TYPE_CHECKING:
@@ -19,7 +19,7 @@ if TYPE_CHECKING:
 
     from strategies.torch.optimizer import TorchOptimizer
 
-__all__ = ["DistributedOptimizer", "Options"]
+__all__ = ["DistributedOptimizer", "OptimizerOptions"]
 
 
 class _OfParameters(Protocol):
@@ -40,7 +40,7 @@ class _OfTrees(Protocol):
     def update(self) -> Callable[..., Any]: ...
 
 
-class Options(TypedDict, total=False):
+class OptimizerOptions(TypedDict, total=False):
     """The options of `DistributedOptimizer`, which all of its overloads have."""
 
     named_parameters: Mapping[str, Any] | Iterable[tuple[str, Any]] | None
@@ -62,15 +62,15 @@ class Options(TypedDict, total=False):
 
 @overload
 def DistributedOptimizer(
-    optimizer: ArrayOptimizer, **options: Unpack[Options]
+    optimizer: ArrayOptimizer, **options: Unpack[OptimizerOptions]
 ) -> AveragingOptimizer: ...
 @overload
 def DistributedOptimizer(
-    optimizer: _OfParameters, **options: Unpack[Options]
+    optimizer: _OfParameters, **options: Unpack[OptimizerOptions]
 ) -> TorchOptimizer: ...
 @overload
 def DistributedOptimizer(
-    optimizer: _OfTrees, **options: Unpack[Options]
+    optimizer: _OfTrees, **options: Unpack[OptimizerOptions]
 ) -> optax.GradientTransformationExtraArgs: ...
 def DistributedOptimizer(
     optimizer: Any,
@@ -184,7 +184,7 @@ def DistributedOptimizer(
     def prepare() -> tuple[_Make, list[str]]:
         rule.check()
         wrap.check_unwrapped(optimizer)
-        make, facts = _recognised(optimizer, named_parameters)
+        make, facts = _recognise(optimizer, named_parameters)
         if strategy is not None:
             wrap.check_averaging(strategy, arrays=facts[0] == _ARRAYS)
         if overlap is True and facts[0] in _AT_ONCE:
@@ -203,7 +203,7 @@ _Make = Callable[[cc.Communicator, Rule], Any]
 _ARRAYS, _JAX = _AT_ONCE = ("kind arrays", "kind jax")
 
 
-def _recognised(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]:
+def _recognise(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]:
     """Tell the kind of an optimizer: what wraps it, and what must be equal on all ranks.
 
     No library is imported that the optimizer does not come from.

@@ -64,5 +64,5 @@ def assert_close(result, arrays, op):
     """Compare a result with the exact one."""
     exact = reduced(arrays, op)
     assert result.dtype == arrays[0].dtype
-    problem = oracle.wrong(result, exact)
+    problem = oracle.mismatch(result, exact)
     assert problem is None, problem

@@ -41,16 +41,16 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives.core import topology
 from collectives.algorithms import ring
 from collectives.algorithms.hierarchical import Levels
 from collectives.algorithms.pairwise import IN_FLIGHT
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import Op
-from collectives.kernels.compression import Codec, kernels, numbers
-from collectives.transport.transport import Deadline, Message, Transport
+from collectives.core import topology
+from collectives.kernels.compression import Codec, elements_per_item, kernels_for
+from collectives.transport.transport import Deadline, PendingMessage, Transport
 
-__all__ = ["Exchange", "allreduce", "allreduce_packed", "between_nodes", "exchanges"]
+__all__ = ["PairStep", "allreduce", "allreduce_packed", "between_nodes", "schedule"]
 
 # Of one slice: as on a ring, and less where many ranks would need much scratch.
 SLICE_BYTES = 1 << 18
@@ -139,7 +139,7 @@ def between_nodes(levels: Levels, codec: Codec) -> Levels:
     return levels._replace(allreduce=partial(allreduce, codec=of_chunk))
 
 
-class Exchange(NamedTuple):
+class PairStep(NamedTuple):
     """One message out and one in: slice `slice` of a chunk of the other rank, and of our own."""
 
     slice: int
@@ -148,12 +148,12 @@ class Exchange(NamedTuple):
     source: int
 
 
-def exchanges(rank: int, size: int, slices: int) -> Iterator[Exchange]:
+def schedule(rank: int, size: int, slices: int) -> Iterator[PairStep]:
     """Yield what a rank does, in order, until it has every rank's part of its own chunk."""
     for number in range(slices):
         for step in range(1, size):
             source, dest = topology.ring_neighbours(rank, size, step)
-            yield Exchange(number, step, dest, source)
+            yield PairStep(number, step, dest, source)
 
 
 def _reduce_scatter(
@@ -167,16 +167,16 @@ def _reduce_scatter(
     deadline: Deadline,
 ) -> None:
     """Reduce so that this rank's chunk of a packed buffer is complete; the others stay."""
-    reduce, each = kernels(buffer.dtype).reduce, numbers(buffer.dtype)
+    reduce, each = kernels_for(buffer.dtype).reduce, elements_per_item(buffer.dtype)
     if divisor != 1:
         reduce = partial(reduce, divisor=divisor)
     rank, size = transport.rank, transport.size
     longest = bounds[1] - bounds[0]
-    depth = _depth(size)
+    depth = _slices_in_flight(size)
     most = min(SLICE_BYTES, SCRATCH_BYTES // (depth * size)) // buffer.itemsize
     length = max(1, min(longest, most))
     landing = np.empty((depth, size - 1, length), buffer.dtype)
-    under_way: deque[tuple[Exchange, list[Message]]] = deque()
+    under_way: deque[tuple[PairStep, list[PendingMessage]]] = deque()
 
     def part(chunk: int, number: int) -> slice:
         start = bounds[chunk] + number * length
@@ -205,7 +205,7 @@ def _reduce_scatter(
     if size == 1:
         for number in range(slices):
             combine(number)
-    for exchange in exchanges(rank, size, slices):
+    for exchange in schedule(rank, size, slices):
         if len(under_way) == IN_FLIGHT:
             finish()
         own = part(rank, exchange.slice)
@@ -217,7 +217,7 @@ def _reduce_scatter(
         finish()
 
 
-def _depth(size: int) -> int:
+def _slices_in_flight(size: int) -> int:
     """Return how many slices need scratch memory at a time.
 
     When exchange i begins, i - IN_FLIGHT and all before it are complete. With p exchanges per

@@ -36,13 +36,13 @@ from __future__ import annotations
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 
-from collectives.core.links import DEFAULT, Link, Machine
+from collectives.core.links import DEFAULT, LinkCost, Machine
 
-__all__ = ["Layout"]
+__all__ = ["RankLayout"]
 
 
 @dataclass(frozen=True)
-class Layout:
+class RankLayout:
     """What "auto" goes by: how the ranks of a group are spread, and what their links cost.
 
     Equal on all ranks, so that all pick the same algorithm.
@@ -88,7 +88,7 @@ class Layout:
         """Seconds of Python that a call takes whose array goes by messages of its own."""
         return (self.machine.network if self.num_nodes > 1 else self.machine.node).call
 
-    def links(self) -> list[tuple[Link, float, int]]:
+    def links(self) -> list[tuple[LinkCost, float, int]]:
         """Return the links that neighbours of all kinds use.
 
         Returns:
@@ -136,7 +136,7 @@ class Layout:
             times.append(node.alpha + more + nbytes * node.beta)
         return max(times)
 
-    def compiled(self) -> Layout:
+    def compiled(self) -> RankLayout:
         """Return the same ranks with links as cheap as small messages of compiled code are."""
         node, network = self.machine.node.compiled(), self.machine.network.compiled()
         return replace(self, machine=self.machine._replace(node=node, network=network))

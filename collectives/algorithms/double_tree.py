@@ -30,12 +30,12 @@ from __future__ import annotations
 
 from itertools import pairwise
 
-from collectives.core import topology
 from collectives.algorithms import ring
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.cost_model import RankLayout
 from collectives.arrays import device, reduction
 from collectives.arrays.host_arrays import Array
-from collectives.transport.transport import Deadline, Message, Transport
+from collectives.core import topology
+from collectives.transport.transport import Deadline, PendingMessage, Transport
 
 __all__ = [
     "allreduce",
@@ -56,12 +56,12 @@ def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline
     """Replace `buffer`, shape (n,), by the root's, in place."""
     trees = topology.double_tree(transport.rank, transport.size, root)
     halves = _halves(buffer, transport.size)
-    receives: list[dict[int, Message]] = [{}, {}]
+    receives: list[dict[int, PendingMessage]] = [{}, {}]
     for number, at in _in_turns(halves):
         parent = trees[number].parent
         if parent is not None:
             receives[number][at] = transport.start_receive(halves[number][at], parent)
-    sends: list[Message] = []
+    sends: list[PendingMessage] = []
     for number, at in _in_turns(halves):
         children = trees[number].children
         if children and at in receives[number]:
@@ -70,7 +70,7 @@ def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline
     transport.wait([*receives[0].values(), *receives[1].values(), *sends], deadline)
 
 
-def broadcast_seconds(nbytes: float, layout: Layout) -> float:
+def broadcast_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `broadcast` of so many bytes should take."""
     return _seconds(nbytes, layout, 0.0)
 
@@ -86,7 +86,10 @@ def reduce(
     halves = _halves(buffer, transport.size)
     combine = reduction.combine(op)
     halves_of_children = [
-        [ring.landing(device.empty(sum(p.size for p in half), buffer), half) for _ in tree.children]
+        [
+            ring.scratch_views(device.empty(sum(p.size for p in half), buffer), half)
+            for _ in tree.children
+        ]
         for half, tree in zip(halves, trees, strict=True)
     ]
     arriving = []  # in the order in which children send
@@ -117,7 +120,7 @@ def reduce(
     transport.wait(sends, deadline)
 
 
-def reduce_seconds(nbytes: float, layout: Layout) -> float:
+def reduce_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `reduce` should take."""
     return _seconds(nbytes, layout, layout.combined(1.0))
 
@@ -128,7 +131,7 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
     broadcast(transport, buffer, 0, deadline)
 
 
-def allreduce_seconds(nbytes: float, layout: Layout) -> float:
+def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `allreduce` should take."""
     return reduce_seconds(nbytes, layout) + broadcast_seconds(nbytes, layout)
 
@@ -160,7 +163,7 @@ def _in_turns(halves: list[list[Array]]) -> list[tuple[int, int]]:
     return [(half, at) for at in range(longest) for half in (0, 1) if at < len(halves[half])]
 
 
-def _seconds(nbytes: float, layout: Layout, gamma: float) -> float:
+def _seconds(nbytes: float, layout: RankLayout, gamma: float) -> float:
     """Return the time of all slices on the way of one, with two children at every rank.
 
     gamma: seconds for a byte that is combined.

@@ -30,22 +30,22 @@ from typing import TYPE_CHECKING
 
 import numpy as np
 
-from collectives.core import topology
 from collectives.algorithms import recursive_doubling
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.cost_model import RankLayout
 from collectives.arrays.host_arrays import Array, address
 from collectives.arrays.reduction import Op
+from collectives.core import topology
 from collectives.kernels import machine_code
 from collectives.kernels.loops import loops
+from collectives.transport.backoff import Backoff, CompletedWait
 from collectives.transport.transport import Deadline, Transport
-from collectives.transport.backoff import Known, Wait
 
 if TYPE_CHECKING:
     from collections.abc import Callable
 
     Kernel = Callable[[int], int]
 
-__all__ = ["HEAD_BYTES", "Block", "Letters", "seconds"]
+__all__ = ["HEAD_BYTES", "EagerBlock", "EagerExchange", "seconds"]
 
 HEAD_BYTES = 16
 
@@ -90,7 +90,7 @@ _double: Callable[[], Kernel] = functools.partial(
 )
 
 
-class Block:
+class EagerBlock:
     """A small operation, ready but for addresses and hash.
 
     Args:
@@ -103,7 +103,7 @@ class Block:
     """
 
     def __init__(
-        self, letters: Letters, dtype: np.dtype[np.generic], count: int, op: Op, *, fill: bool
+        self, letters: EagerExchange, dtype: np.dtype[np.generic], count: int, op: Op, *, fill: bool
     ) -> None:
         found = loops(dtype, op.value)
         self.words = letters.words.copy()
@@ -112,7 +112,7 @@ class Block:
         self.address = address(self.words)
 
 
-class Letters:
+class EagerExchange:
     """Exchanges letters among the ranks of a transport.
 
     Args:
@@ -122,11 +122,11 @@ class Letters:
     """
 
     def __init__(self, transport: Transport, most: int) -> None:
-        calls = transport.in_c
+        calls = transport.native_mpi
         assert calls is not None
         self.kernel = _double()
-        self._transport = transport.whole
-        number = [*(transport.number(rank) for rank in range(transport.size)), -1]
+        self._transport = transport.parent
+        number = [*(transport.parent_rank(rank) for rank in range(transport.size)), -1]
         steps = [
             (number[to], number[source], then)
             for to, source, then in _steps(transport.rank, transport.size)
@@ -144,7 +144,7 @@ class Letters:
         self.words[MOST], self.words[RANKS] = longest, transport.size
         self.words[POLLS], self.words[YIELDS] = _POLLS, _YIELDS
 
-    def carry(
+    def reduce(
         self, hashes: tuple[int, int], data: Array, op: Op, deadline: Deadline
     ) -> Array | None:
         """Compare a call, and combine what the ranks bring on the way.
@@ -161,22 +161,22 @@ class Letters:
         Raises:
             As `Transport.wait`.
         """
-        block = Block(self, data.dtype, data.size, op, fill=False)
+        block = EagerBlock(self, data.dtype, data.size, op, fill=False)
         result = np.empty_like(data)
         block.words[HASH : INVERSE + 1] = hashes
         block.words[SEND : OUT + 1] = address(data), address(result)
         return result if self.exchange(block, deadline) else None
 
-    def exchange(self, block: Block, deadline: Deadline) -> bool:
+    def exchange(self, block: EagerBlock, deadline: Deadline) -> bool:
         """Carry out a call; returns and raises as `drive`."""
         waits = deadline.waits
         began = 0 if waits is None else time.monotonic_ns()
-        alike = self.drive(block, self.kernel(block.address), deadline)
+        alike = self.run(block, self.kernel(block.address), deadline)
         if waits is not None:
             waits.exchanged(began)
         return alike
 
-    def drive(self, block: Block, status: int, deadline: Deadline) -> bool:
+    def run(self, block: EagerBlock, status: int, deadline: Deadline) -> bool:
         """Go on with a call of which the kernel has told a status; tell whether all ranks agree.
 
         Raises:
@@ -184,40 +184,40 @@ class Letters:
         """
         if status == DONE:
             return True
-        wait, words = Wait(), block.words
+        wait, words = Backoff(), block.words
         patience = words[POLLS : YIELDS + 1].copy()
         words[POLLS : YIELDS + 1] = 0  # the core is for others from now on
         try:
             while status == WAITING:
                 pending = self._pending(block)
-                deadline.check(self._transport, pending, self._transport.culprit)
+                deadline.check(self._transport, pending, self._transport.blocking_rank)
                 if wait.pause():
                     peers = [rank for message in pending for rank in message.peers]
-                    self._transport.look_around(deadline.operation, list(dict.fromkeys(peers)))
+                    self._transport.check_peers(deadline.operation, list(dict.fromkeys(peers)))
                 status = self.kernel(block.address)
             if status == FAILED:
                 raise self._transport.error_of(int(words[ERROR]), deadline.operation)
         except BaseException:
-            self._transport.keep(self)
+            self._transport.retain(self)
             raise
         words[POLLS : YIELDS + 1] = patience
         return status == DONE
 
-    def _pending(self, block: Block) -> list[Known]:
+    def _pending(self, block: EagerBlock) -> list[CompletedWait]:
         """Say what a call waits for."""
         to, source, _ = self._steps[block.words[STEP]].tolist()
         nbytes = int(block.words[COUNT] * block.words[WIDTH])
         waits = []
         if block.words[RECEIVING]:
             text = f"{self._transport.name([source])} to send {nbytes} bytes"
-            waits.append(Known(text, (source,), has_come=False))
+            waits.append(CompletedWait(text, (source,), has_come=False))
         if block.words[SENDING]:
             text = f"{self._transport.name([to])} to receive {nbytes} bytes"
-            waits.append(Known(text, (to,), has_come=False))
+            waits.append(CompletedWait(text, (to,), has_come=False))
         return waits
 
 
-def seconds(nbytes: float, layout: Layout) -> float:
+def seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long an exchange of letters with so many bytes each should take."""
     return recursive_doubling.allreduce_seconds(HEAD_BYTES + nbytes, layout.compiled())
 

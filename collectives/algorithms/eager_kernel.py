@@ -10,12 +10,12 @@ from numba import carray, njit
 from collectives.algorithms import eager as w
 from collectives.kernels import compiling
 from collectives.kernels.intrinsics import (
-    call,
+    call_unary,
     copy,
-    look_at_message,
+    mpi_start,
+    mpi_test,
     pointer,
     sched_yield,
-    start_message,
 )
 
 __all__ = ["double", "make"]
@@ -33,7 +33,7 @@ def _contribute(block: Any) -> None:
     hashes[0], hashes[1] = block[w.HASH], block[w.INVERSE]
     dest, count = block[w.MINE] + w.HEAD_BYTES, block[w.COUNT]
     if block[w.FILL]:
-        call(block[w.FILL], dest, block[w.SEND], count, block[w.RANKS])
+        call_unary(block[w.FILL], dest, block[w.SEND], count, block[w.RANKS])
     else:
         copy(dest, block[w.SEND], count * block[w.WIDTH])
 
@@ -43,7 +43,7 @@ def _start(block: Any, address: int, to: int, source: int) -> int:
     """Begin the messages of a step; returns MPI's error."""
     block[w.SENT] = block[w.RECEIVED] = 0
     if source >= 0:  # first, so that the letter arrives where it belongs without a detour
-        error = start_message(
+        error = mpi_start(
             block[w.IRECV], block[w.LANDING], block[w.MOST], block[w.BYTE], source,
             block[w.TAG], block[w.COMM], address + 8 * w.RECEIVED,
         )  # fmt: skip
@@ -52,7 +52,7 @@ def _start(block: Any, address: int, to: int, source: int) -> int:
         block[w.RECEIVING] = 1
     if to >= 0:
         nbytes = w.HEAD_BYTES + block[w.COUNT] * block[w.WIDTH]
-        error = start_message(
+        error = mpi_start(
             block[w.ISEND], block[w.MINE], nbytes, block[w.BYTE], to,
             block[w.TAG], block[w.COMM], address + 8 * w.SENT,
         )  # fmt: skip
@@ -68,7 +68,7 @@ def _over(block: Any, address: int, under_way: int, request: int) -> int:
     if not block[under_way]:
         return 0
     block[w.FLAG] = 0
-    error = look_at_message(
+    error = mpi_test(
         block[w.TEST], address + 8 * request, address + 8 * w.FLAG, address + 8 * w.STATUS
     )
     if error == 0 and block[w.FLAG]:
@@ -108,7 +108,7 @@ def _take(block: Any, then: int) -> None:
     ours, theirs = _hashes(block[w.MINE]), _hashes(block[w.LANDING])
     if ours[0] == theirs[0] and ours[1] == theirs[1] and block[w.COUNT]:
         dest, source = block[w.MINE] + w.HEAD_BYTES, block[w.LANDING] + w.HEAD_BYTES
-        call(block[w.ADD], dest, source, block[w.COUNT], block[w.RANKS])
+        call_unary(block[w.ADD], dest, source, block[w.COUNT], block[w.RANKS])
     ours[0], ours[1] = min(ours[0], theirs[0]), min(ours[1], theirs[1])
 
 

@@ -33,14 +33,21 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives.core import topology
-from collectives.algorithms import double_tree, recursive_doubling, size_table, halving_doubling, ring, tree
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms import (
+    double_tree,
+    halving_doubling,
+    recursive_doubling,
+    ring,
+    size_table,
+    tree,
+)
+from collectives.algorithms.cost_model import RankLayout
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import Op
+from collectives.core import topology
 from collectives.core.links import DEFAULT, Machine
 from collectives.node import kernel_selection
-from collectives.transport.transport import Deadline, InC, Message, Transport
+from collectives.transport.transport import Deadline, NativeMpi, PendingMessage, Transport
 
 __all__ = [
     "Levels",
@@ -50,7 +57,7 @@ __all__ = [
     "barrier_seconds",
     "broadcast",
     "broadcast_seconds",
-    "double",
+    "allreduce_custom",
     "levels",
     "publish_seconds",
     "stage_seconds",
@@ -79,8 +86,8 @@ class Levels(NamedTuple):
     barrier: Callable[[Deadline], None]
     rails: int
     network: Transport | None  # the ranks of this rank's rail, by node; None beyond the rails
-    alone: Layout  # of a rail that works alone
-    beside: Layout  # of one beside which all others work, too
+    single_rail: RankLayout  # of a rail that works alone
+    contended_rail: RankLayout  # of one beside which all others work, too
     allreduce: Callable[[Transport, Array, Op, Deadline], None] | None  # on a rail; or the fastest
     leaders: Sequence[int]  # of every rank an integer, the same exactly for those of one node
     leader: int  # that of this rank
@@ -100,7 +107,7 @@ def levels(transport: Transport, leaders: Sequence[int], machine: Machine = DEFA
     """
     rails = topology.rails(leaders, transport.rank)
     nodes = len(set(leaders))
-    node = _Members(transport, rails.node)
+    node = SubsetTransport(transport, rails.node)
     return Levels(
         node=node,
         reduce_scatter=partial(ring.reduce_scatter, node),
@@ -108,9 +115,9 @@ def levels(transport: Transport, leaders: Sequence[int], machine: Machine = DEFA
         broadcast=partial(tree.broadcast, node),
         barrier=partial(tree.barrier, node),
         rails=rails.number,
-        network=None if rails.rail is None else _Members(transport, rails.rail),
-        alone=_rail(1, nodes, machine),
-        beside=_rail(rails.number, nodes, machine),
+        network=None if rails.rail is None else SubsetTransport(transport, rails.rail),
+        single_rail=_rail(1, nodes, machine),
+        contended_rail=_rail(rails.number, nodes, machine),
         allreduce=None,
         leaders=leaders,
         leader=leaders[transport.rank],
@@ -123,12 +130,12 @@ def allreduce(levels: Levels, buffer: Array, op: Op, deadline: Deadline) -> None
     levels.reduce_scatter(buffer, bounds, op, deadline)
     own = buffer[bounds[levels.node.rank] : bounds[levels.node.rank + 1]]
     if levels.network is not None and own.size:
-        over_network = levels.allreduce or _picked(levels, "allreduce", buffer.nbytes, own.nbytes)
+        over_network = levels.allreduce or _pick(levels, "allreduce", buffer.nbytes, own.nbytes)
         over_network(levels.network, own, op, deadline)
     levels.allgather(buffer, bounds, deadline)
 
 
-def allreduce_seconds(nbytes: float, layout: Layout) -> float:
+def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `allreduce` of so many bytes should take."""
     own, rail = _chunk(nbytes, layout)
     combining = (layout.per_node - 1) * own * layout.machine.shared.gamma
@@ -137,7 +144,7 @@ def allreduce_seconds(nbytes: float, layout: Layout) -> float:
 
 
 # What may happen on a rail: name -> the function, and its seconds.
-_ON_RAIL: dict[str, dict[str, tuple[Callable[..., None], Callable[[float, Layout], float]]]] = {
+_ON_RAIL: dict[str, dict[str, tuple[Callable[..., None], Callable[[float, RankLayout], float]]]] = {
     "allreduce": {
         "ring": (ring.allreduce, ring.allreduce_seconds),
         "double_tree": (double_tree.allreduce, double_tree.allreduce_seconds),
@@ -152,14 +159,14 @@ _ON_RAIL: dict[str, dict[str, tuple[Callable[..., None], Callable[[float, Layout
 }
 
 
-def _picked(levels: Levels, operation: str, whole: int, own: int) -> Callable[..., None]:
+def _pick(levels: Levels, operation: str, whole: int, own: int) -> Callable[..., None]:
     """Return what should be the fastest for the bytes of this rank's chunk, the same on a rail."""
-    rail = levels.alone if whole <= ONE_RAIL_BYTES else levels.beside
-    return _ON_RAIL[operation][size_table.pick(operation, own, rail, _switch_points)][0]
+    rail = levels.single_rail if whole <= ONE_RAIL_BYTES else levels.contended_rail
+    return _ON_RAIL[operation][size_table.lookup(operation, own, rail, _switch_points)][0]
 
 
 @lru_cache(256)
-def _switch_points(operation: str, rail: Layout) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def _switch_points(operation: str, rail: RankLayout) -> tuple[tuple[int, ...], tuple[str, ...]]:
     def first(nbytes: int) -> str:
         times = _rail_seconds(operation, nbytes, rail)
         return min(times, key=times.__getitem__)
@@ -167,36 +174,36 @@ def _switch_points(operation: str, rail: Layout) -> tuple[tuple[int, ...], tuple
     return size_table.switch_points(first)
 
 
-def _rail_seconds(operation: str, own: float, rail: Layout) -> dict[str, float]:
+def _rail_seconds(operation: str, own: float, rail: RankLayout) -> dict[str, float]:
     """Return how long each way along a rail should take for the bytes of a chunk."""
     return {name: seconds(own, rail) for name, (_, seconds) in _ON_RAIL[operation].items()}
 
 
-def _chunk(nbytes: float, layout: Layout) -> tuple[float, Layout]:
+def _chunk(nbytes: float, layout: RankLayout) -> tuple[float, RankLayout]:
     """Return the bytes of one rail, and its ranks."""
     rails = 1 if nbytes <= ONE_RAIL_BYTES else layout.size // layout.num_nodes
     return nbytes / rails, _rail(rails, layout.num_nodes, layout.machine)
 
 
-def _rail(rails: int, nodes: int, machine: Machine) -> Layout:
+def _rail(rails: int, nodes: int, machine: Machine) -> RankLayout:
     """Return the ranks of a rail, with links as slow as so many rails at once make them."""
     network = machine.network._replace(beta=machine.network.beta * rails)
-    return Layout(nodes, nodes, machine._replace(network=network))
+    return RankLayout(nodes, nodes, machine._replace(network=network))
 
 
-def stage_seconds(nbytes: float, own: float, layout: Layout) -> float:
+def stage_seconds(nbytes: float, own: float, layout: RankLayout) -> float:
     """Return the time in which a node's ranks publish `own` bytes each and take in all of them."""
     link = layout.machine.shared
     meetings = 1 + own / kernel_selection.SLOT_BYTES
     return _STAGE_SECONDS + meetings * link.alpha + (own + nbytes) * link.beta
 
 
-def publish_seconds(nbytes: float, layout: Layout) -> float:
+def publish_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return the time in which one of a node's ranks publishes bytes for the others."""
     return _STAGE_SECONDS + kernel_selection.publish_seconds(nbytes, layout.machine.shared)
 
 
-def double(
+def allreduce_custom(
     levels: Levels,
     buffer: Array,
     combine: Callable[[Array, Array], None],
@@ -231,13 +238,13 @@ def broadcast(levels: Levels, buffer: Array, root: int, deadline: Deadline) -> N
     bounds = _bounds(levels, buffer)
     own = buffer[bounds[levels.node.rank] : bounds[levels.node.rank + 1]]
     if levels.network is not None and own.size:
-        over_network = _picked(levels, "broadcast", buffer.nbytes, own.nbytes)
+        over_network = _pick(levels, "broadcast", buffer.nbytes, own.nbytes)
         over_network(levels.network, own, source.node_rank, deadline)
     if not at_source:
         levels.allgather(buffer, bounds, deadline)
 
 
-def broadcast_seconds(nbytes: float, layout: Layout) -> float:
+def broadcast_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `broadcast` should take."""
     own, rail = _chunk(nbytes, layout)
     on_rail = min(_rail_seconds("broadcast", own, rail).values())
@@ -252,9 +259,9 @@ def barrier(levels: Levels, deadline: Deadline) -> None:
     levels.barrier(deadline)
 
 
-def barrier_seconds(nbytes: float, layout: Layout) -> float:
+def barrier_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `barrier` should take."""
-    rail = Layout(layout.num_nodes, layout.num_nodes, layout.machine)
+    rail = RankLayout(layout.num_nodes, layout.num_nodes, layout.machine)
     return 2 * stage_seconds(0, 0, layout) + tree.barrier_seconds(0, rail)
 
 
@@ -265,7 +272,7 @@ def _bounds(levels: Levels, buffer: Array) -> list[int]:
     return bounds + [buffer.size] * (levels.node.size - rails)
 
 
-class _Members(Transport):
+class SubsetTransport(Transport):
     """Some ranks of a transport, numbered anew, over the messages of the whole.
 
     Two ranks are together on a node or on a rail, never on both, so their messages keep in order.
@@ -278,32 +285,32 @@ class _Members(Transport):
         self.size = len(ranks)
 
     @property
-    def whole(self) -> Transport:
+    def parent(self) -> Transport:
         return self._whole
 
-    def number(self, rank: int) -> int:
+    def parent_rank(self, rank: int) -> int:
         return self._ranks[rank]
 
     @property
-    def in_c(self) -> InC | None:
-        return self._whole.in_c
+    def native_mpi(self) -> NativeMpi | None:
+        return self._whole.native_mpi
 
-    def look_around(self, operation: str, peers: Sequence[int] = ()) -> None:
-        self._whole.look_around(operation, [self._ranks[rank] for rank in peers])
+    def check_peers(self, operation: str, peers: Sequence[int] = ()) -> None:
+        self._whole.check_peers(operation, [self._ranks[rank] for rank in peers])
 
-    def pass_on(self, rank: int, how: str) -> None:
-        self._whole.pass_on(self._ranks[rank], how)
+    def propagate_failure(self, rank: int, how: str) -> None:
+        self._whole.propagate_failure(self._ranks[rank], how)
 
     def progress(self) -> None:
         self._whole.progress()
 
-    def _start_send(self, data: Array, dest: int) -> Message:
+    def _start_send(self, data: Array, dest: int) -> PendingMessage:
         return self._whole.start_send(data, self._ranks[dest])
 
-    def _start_receive(self, into: Array, source: int) -> Message:
+    def _start_receive(self, into: Array, source: int) -> PendingMessage:
         return self._whole.start_receive(into, self._ranks[source])
 
-    def wait(self, messages: Sequence[Message], deadline: Deadline) -> None:
+    def wait(self, messages: Sequence[PendingMessage], deadline: Deadline) -> None:
         self._whole.wait(messages, deadline)
 
     def split(self, color: int | None, key: int) -> Transport | None:

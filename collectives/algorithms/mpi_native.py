@@ -25,7 +25,7 @@ __all__ = [
     "allreduce",
     "alltoall",
     "barrier",
-    "before",
+    "exclusive",
     "broadcast",
     "gather",
     "reduce",
@@ -76,7 +76,9 @@ def reduce_scatter(
     buffer[bounds[t.rank] : bounds[t.rank + 1]] = own
 
 
-def before(transport: Transport, own: Array, op: reduction.Op, deadline: Deadline) -> Array | None:
+def exclusive(
+    transport: Transport, own: Array, op: reduction.Op, deadline: Deadline
+) -> Array | None:
     """Combine the arrays of the ranks before this one, shape (n,); None on rank 0."""
     t = _of_mpi(transport, "scan", own.size, "elements")
     work, result = _reducible(own), np.empty_like(own)

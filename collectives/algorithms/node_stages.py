@@ -61,11 +61,11 @@ def _reduce_scatter(
     """Reduce so that this rank's chunk of a prepared buffer is complete."""
     kind = SUM if op is MEAN else op  # what is prepared has been divided
     digest = _digest("reduce-scatter", buffer, bounds, kind.value)
-    arrays = _shared(engine, buffer, digest, deadline)
+    arrays = _shared_arrays(engine, buffer, digest, deadline)
     begin, end = bounds[engine.rank], bounds[engine.rank + 1]
     if arrays is None:
         work = engine.plan_reduce_scatter(buffer, buffer, bounds, kind, digest)
-        _check(engine.drive(work, deadline), deadline)
+        _check(engine.run(work, deadline), deadline)
         return
     total, *others = (array[begin:end] for array in arrays)
     combine = reduction.combine(kind)
@@ -78,7 +78,7 @@ def _reduce_scatter(
 def _allgather(engine: Engine, buffer: Array, bounds: Sequence[int], deadline: Deadline) -> None:
     """Fill a buffer with every rank's own chunk."""
     digest = _digest("all-gather", buffer, bounds)
-    arrays = _shared(engine, buffer, digest, deadline)
+    arrays = _shared_arrays(engine, buffer, digest, deadline)
     begin, end = bounds[engine.rank], bounds[engine.rank + 1]
     if arrays is None:
         chunks = [buffer[start:stop] for start, stop in pairwise(bounds)]
@@ -105,18 +105,20 @@ def _barrier(engine: Engine, deadline: Deadline) -> None:
     _check(engine.agree(zlib.crc32(b"barrier"), deadline), deadline)
 
 
-def _shared(engine: Engine, buffer: Array, digest: int, deadline: Deadline) -> list[Array] | None:
+def _shared_arrays(
+    engine: Engine, buffer: Array, digest: int, deadline: Deadline
+) -> list[Array] | None:
     """Wait for all ranks, and return their arrays if all bring the same shared one."""
     # Both are equal on all ranks, so that all meet or none does.
     if buffer.nbytes <= ONE_RAIL_BYTES or not engine.shared:
         return None
-    place = engine.shared.place_of(buffer)
+    place = engine.shared.location_of_pair(buffer)
     number = -1 if place is None else (place.number << _OFFSET_BITS) + place.offset
     numbers = engine.exchange(number, digest, deadline)
     _check(numbers is not None, deadline)
     if place is None or numbers != [number] * engine.size:
         return None
-    return engine.shared.everyones(place, buffer)
+    return engine.shared.views_of_all_ranks(place, buffer)
 
 
 def _digest(stage: str, buffer: Array, places: Sequence[int], op: str = "") -> int:

@@ -23,11 +23,11 @@ from itertools import accumulate
 
 import numpy as np
 
-from collectives.core import topology
 from collectives.algorithms import ring
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.cost_model import RankLayout
 from collectives.arrays.host_arrays import Array
-from collectives.transport.transport import Deadline, Message, Transport
+from collectives.core import topology
+from collectives.transport.transport import Deadline, PendingMessage, Transport
 
 __all__ = ["alltoall", "alltoall_seconds"]
 
@@ -60,7 +60,7 @@ def alltoall(
     result = np.empty(sum(receive_counts), send.dtype)
     outgoing = _parts(send, send_counts)
     incoming = _parts(result, receive_counts)
-    under_way: list[list[Message]] = []
+    under_way: list[list[PendingMessage]] = []
     for step in range(1, transport.size):
         left, right = topology.ring_neighbours(transport.rank, transport.size, step)
         receives = [transport.start_receive(s, left) for s in ring.slices(incoming[left])]
@@ -73,7 +73,7 @@ def alltoall(
     return result
 
 
-def alltoall_seconds(nbytes: float, layout: Layout) -> float:
+def alltoall_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `alltoall` of so many bytes per rank should take.
 
     Each of P - 1 steps is a message of S/P bytes; most leave the node, over its one link.

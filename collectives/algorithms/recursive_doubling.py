@@ -29,23 +29,23 @@ import math
 from collections.abc import Callable
 from dataclasses import replace
 
-from collectives.core import topology
 from collectives.algorithms import ring
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.cost_model import RankLayout
 from collectives.arrays import device, reduction
 from collectives.arrays.host_arrays import Array
+from collectives.core import topology
 from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["allreduce", "allreduce_seconds", "combine_all"]
+__all__ = ["allreduce", "allreduce_seconds", "allgather_combine"]
 
 
 def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: Deadline) -> None:
     """Replace `buffer` by the reduction over all ranks, in place."""
-    combine_all(transport, buffer, reduction.combine(op), deadline)
+    allgather_combine(transport, buffer, reduction.combine(op), deadline)
     device.canonical_nans(buffer)
 
 
-def allreduce_seconds(nbytes: float, layout: Layout) -> float:
+def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `allreduce` of so many bytes should take."""
     levels = layout.size.bit_length() - 1
     messages = math.ceil(nbytes / ring.SLICE_BYTES) or 1
@@ -60,13 +60,13 @@ def allreduce_seconds(nbytes: float, layout: Layout) -> float:
     return sum(times) + len(times) * layout.combined(nbytes)
 
 
-def _pairs(distance: int, layout: Layout) -> Layout:
+def _pairs(distance: int, layout: RankLayout) -> RankLayout:
     """Return among whom ranks pair up at a distance: on their nodes where pairs are together."""
     together = layout.per_node % (2 * distance) == 0 and not layout.size & (layout.size - 1)
     return replace(layout, size=layout.per_node, num_nodes=1) if together else layout
 
 
-def combine_all(
+def allgather_combine(
     transport: Transport, buffer: Array, combine: Callable[[Array, Array], None], deadline: Deadline
 ) -> None:
     """Combine the buffers of all ranks in a way that may be more than an op describes.

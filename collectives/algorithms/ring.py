@@ -34,12 +34,12 @@ import math
 from collections.abc import Callable, Sequence
 from itertools import accumulate, pairwise
 
-from collectives.core import topology
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.cost_model import RankLayout
 from collectives.arrays import device, reduction
 from collectives.arrays.host_arrays import Array
+from collectives.core import topology
 from collectives.core.topology import RingStep
-from collectives.transport.transport import Deadline, Message, Transport
+from collectives.transport.transport import Deadline, PendingMessage, Transport
 
 __all__ = [
     "allgather",
@@ -49,8 +49,8 @@ __all__ = [
     "broadcast",
     "broadcast_seconds",
     "exchange",
-    "landing",
-    "pass_on",
+    "scratch_views",
+    "relay",
     "reduce_scatter",
     "reduce_scatter_seconds",
     "slices",
@@ -91,7 +91,7 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
     allgather(transport, buffer, bounds, deadline)
 
 
-def allreduce_seconds(nbytes: float, layout: Layout) -> float:
+def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `allreduce` of so many bytes should take."""
     return reduce_scatter_seconds(nbytes, layout) + allgather_seconds(nbytes, layout)
 
@@ -108,9 +108,9 @@ def reduce_scatter(
     _circulate(transport, buffer, bounds, steps, deadline, reduction.combine(op))
 
 
-def reduce_scatter_seconds(nbytes: float, layout: Layout) -> float:
+def reduce_scatter_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `reduce_scatter` should take."""
-    return _around_seconds(nbytes, layout, layout.combined(1.0))
+    return _ring_seconds(nbytes, layout, layout.combined(1.0))
 
 
 def allgather(
@@ -121,12 +121,12 @@ def allgather(
     _circulate(transport, buffer, bounds, steps, deadline, None)
 
 
-def allgather_seconds(nbytes: float, layout: Layout) -> float:
+def allgather_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `allgather` should take."""
-    return _around_seconds(nbytes, layout, 0.0)
+    return _ring_seconds(nbytes, layout, 0.0)
 
 
-def _around_seconds(nbytes: float, layout: Layout, gamma: float) -> float:
+def _ring_seconds(nbytes: float, layout: RankLayout, gamma: float) -> float:
     """Return the time of P - 1 steps, in each of which a chunk goes on in slices.
 
     All of it takes as long as its slowest part: the line, the programs with what they combine, or
@@ -148,10 +148,10 @@ def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline
     """Replace `buffer`, shape (n,), by the root's, in place: slices go once around the ring."""
     left, right = topology.ring_neighbours(transport.rank, transport.size)
     source = None if transport.rank == root else left
-    pass_on(transport, buffer, source, [] if right == root else [right], deadline)
+    relay(transport, buffer, source, [] if right == root else [right], deadline)
 
 
-def broadcast_seconds(nbytes: float, layout: Layout) -> float:
+def broadcast_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `broadcast` should take: P - 1 steps of the first slice, others follow."""
     if layout.size == 1:
         return 0.0
@@ -164,7 +164,7 @@ def broadcast_seconds(nbytes: float, layout: Layout) -> float:
     return (layout.size - 1) * max(ways) + max(follows)
 
 
-def pass_on(
+def relay(
     transport: Transport,
     buffer: Array,
     source: int | None,
@@ -173,10 +173,10 @@ def pass_on(
 ) -> None:
     """Receive a buffer, unless it is here, and send each slice on as soon as it has arrived."""
     parts = slices(buffer)
-    receives: list[Message] = []
+    receives: list[PendingMessage] = []
     if source is not None:
         receives = [transport.start_receive(part, source) for part in parts]
-    sends: list[Message] = []
+    sends: list[PendingMessage] = []
     for number, part in enumerate(parts):
         transport.wait(receives[number : number + 1], deadline)
         sends += [transport.start_send(part, dest) for dest in dests]
@@ -238,7 +238,7 @@ def _circulate(
     sends = [transport.start_send(s, right) for s in slices(chunks[steps[0].send])]
     for step in steps:
         ours = slices(chunks[step.receive])
-        theirs = ours if scratch is None else landing(scratch, ours)
+        theirs = ours if scratch is None else scratch_views(scratch, ours)
         receives = [transport.start_receive(s, left) for s in theirs]
         onward = []
         for own, landed, receive in zip(ours, theirs, receives, strict=True):
@@ -257,7 +257,7 @@ def slices(part: Array) -> list[Array]:
     return [part[at : at + length] for at in range(0, part.size, length)]
 
 
-def landing(scratch: Array, parts: Sequence[Array]) -> list[Array]:
+def scratch_views(scratch: Array, parts: Sequence[Array]) -> list[Array]:
     """Cut scratch memory like the parts that will be received into it."""
     ends = accumulate(part.size for part in parts)
     return [scratch[end - part.size : end] for end, part in zip(ends, parts, strict=True)]

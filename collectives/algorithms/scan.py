@@ -22,16 +22,16 @@ from __future__ import annotations
 
 import numpy as np
 
-from collectives.core import topology
 from collectives.arrays import reduction
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import Op
+from collectives.core import topology
 from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["before"]
+__all__ = ["exclusive"]
 
 
-def before(ranks: Transport, own: Array, op: Op, deadline: Deadline) -> Array | None:
+def exclusive(ranks: Transport, own: Array, op: Op, deadline: Deadline) -> Array | None:
     """Combine the arrays of the ranks before this one, shape (n,); None on rank 0."""
     combine = reduction.combine(op)
     total, arriving = own.copy(), np.empty_like(own)

@@ -14,8 +14,19 @@ from collections.abc import Callable
 from functools import lru_cache
 from typing import Any, NamedTuple
 
-from collectives.algorithms import double_tree, recursive_doubling, size_table, halving_doubling, hierarchical, mpi_native, scan, ring, pairwise, tree
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms import (
+    double_tree,
+    halving_doubling,
+    hierarchical,
+    mpi_native,
+    pairwise,
+    recursive_doubling,
+    ring,
+    scan,
+    size_table,
+    tree,
+)
+from collectives.algorithms.cost_model import RankLayout
 from collectives.node import kernel_selection
 
 __all__ = [
@@ -40,7 +51,7 @@ class Algorithm(NamedTuple):
     """
 
     run: Callable[..., Any]
-    seconds: Callable[[float, Layout], float] | None
+    seconds: Callable[[float, RankLayout], float] | None
 
 
 # Besides, ranks that share memory have "node" for every operation.
@@ -61,7 +72,9 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     },
     "reduce_scatter": {
         "ring": Algorithm(ring.reduce_scatter, ring.reduce_scatter_seconds),
-        "halving": Algorithm(halving_doubling.reduce_scatter, halving_doubling.reduce_scatter_seconds),
+        "halving": Algorithm(
+            halving_doubling.reduce_scatter, halving_doubling.reduce_scatter_seconds
+        ),
         "native": Algorithm(mpi_native.reduce_scatter, None),
     },
     "broadcast": {
@@ -98,14 +111,14 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
 
 # Of `scan` and `exscan`, which combine what the ranks before bring: "auto" is the first one where
 # ranks do not share memory.
-SCANS: dict[str, Callable[..., Any]] = {"prefix": scan.before, "native": mpi_native.before}
+SCANS: dict[str, Callable[..., Any]] = {"prefix": scan.exclusive, "native": mpi_native.exclusive}
 
 
 # Besides, for arrays on CUDA devices: not by a `Transport`, nor picked (`operations.nccl`).
 ON_DEVICES = {"allreduce": ("nccl",), "broadcast": ("nccl",)}
 
 
-def estimate(operation: str, nbytes: int, layout: Layout) -> dict[str, float]:
+def estimate(operation: str, nbytes: int, layout: RankLayout) -> dict[str, float]:
     """Return the seconds that every algorithm should take, fastest first.
 
     Among equals the one that is listed first comes first. MPI's own ("native") is not among them:
@@ -135,7 +148,7 @@ def estimate(operation: str, nbytes: int, layout: Layout) -> dict[str, float]:
     return dict(sorted(times.items(), key=lambda item: float(f"{item[1]:.9g}")))
 
 
-def _node_seconds(operation: str, nbytes: int, layout: Layout) -> float:
+def _node_seconds(operation: str, nbytes: int, layout: RankLayout) -> float:
     """Return how long the node engine should take."""
     link = layout.machine.shared
     if operation == "barrier":
@@ -145,17 +158,17 @@ def _node_seconds(operation: str, nbytes: int, layout: Layout) -> float:
     return kernel_selection.publish_seconds(nbytes, link)
 
 
-def _on_one_node(layout: Layout) -> bool:
+def _on_one_node(layout: RankLayout) -> bool:
     return layout.num_nodes == 1 < layout.size
 
 
-def pick(operation: str, nbytes: int, layout: Layout) -> str:
+def pick(operation: str, nbytes: int, layout: RankLayout) -> str:
     """Return the algorithm by messages that should be the fastest: a look-up in a table."""
-    return size_table.pick(operation, nbytes, layout, switch_points)
+    return size_table.lookup(operation, nbytes, layout, switch_points)
 
 
 @lru_cache(256)  # groups of the same layout share their tables
-def switch_points(operation: str, layout: Layout) -> tuple[tuple[int, ...], tuple[str, ...]]:
+def switch_points(operation: str, layout: RankLayout) -> tuple[tuple[int, ...], tuple[str, ...]]:
     """Return at which sizes the pick changes, and what it is between them (`fastest`)."""
 
     def first(nbytes: int) -> str:
@@ -196,6 +209,6 @@ def check(operation: str, algorithm: str, *, in_memory: bool, on_device: bool = 
         )
 
 
-def automatic(operation: str, nbytes: int, layout: Layout) -> str:
+def automatic(operation: str, nbytes: int, layout: RankLayout) -> str:
     """Return what "auto" does where ranks of one node share memory: "node", or as `pick`."""
     return "node" if _on_one_node(layout) else pick(operation, nbytes, layout)

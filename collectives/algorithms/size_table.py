@@ -5,9 +5,9 @@ from __future__ import annotations
 from bisect import bisect_right
 from collections.abc import Callable, Sequence
 
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.cost_model import RankLayout
 
-__all__ = ["pick", "switch_points"]
+__all__ = ["lookup", "switch_points"]
 
 # Sizes beyond which the pick stays what it is there.
 _MOST_BYTES = 1 << 40
@@ -15,7 +15,9 @@ _MOST_BYTES = 1 << 40
 Table = tuple[Sequence[int], Sequence[str]]
 
 
-def pick(question: str, nbytes: int, layout: Layout, find: Callable[[str, Layout], Table]) -> str:
+def lookup(
+    question: str, nbytes: int, layout: RankLayout, find: Callable[[str, RankLayout], Table]
+) -> str:
     """Return the name that holds for so many bytes.
 
     Args:

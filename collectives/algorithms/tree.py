@@ -34,12 +34,12 @@ from typing import Any
 
 import numpy as np
 
-from collectives.core import topology
 from collectives.algorithms import ring
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.cost_model import RankLayout
 from collectives.arrays import device, reduction
 from collectives.arrays.host_arrays import Array
-from collectives.transport.transport import Deadline, Message, Transport
+from collectives.core import topology
+from collectives.transport.transport import Deadline, PendingMessage, Transport
 
 __all__ = [
     "allreduce",
@@ -71,10 +71,10 @@ def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline
         return
     tree = topology.binomial_tree(transport.rank, transport.size, root)
     largest_first = tree.children[::-1]
-    ring.pass_on(transport, buffer, tree.parent, largest_first, deadline)
+    ring.relay(transport, buffer, tree.parent, largest_first, deadline)
 
 
-def broadcast_seconds(nbytes: float, layout: Layout) -> float:
+def broadcast_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `broadcast` of so many bytes should take."""
     if layout.size > 4 and nbytes >= SCATTER_BYTES:
         return scatter_seconds(nbytes, layout) + ring.allgather_seconds(nbytes, layout)
@@ -90,7 +90,7 @@ def broadcast_seconds(nbytes: float, layout: Layout) -> float:
     return _levels_seconds(nbytes, layout, levels) + shared
 
 
-def _levels_seconds(nbytes: float, layout: Layout, levels: int) -> float:
+def _levels_seconds(nbytes: float, layout: RankLayout, levels: int) -> float:
     """Return the time in which whole buffers pass so many levels of the tree."""
     node = layout.machine.node
     together = (layout.per_node & -layout.per_node).bit_length() - 1  # that do not leave a node
@@ -109,7 +109,7 @@ def reduce(
     tree = topology.binomial_tree(transport.rank, transport.size, root)
     combine = reduction.combine(op)
     parts = ring.slices(buffer)
-    theirs = ring.landing(device.empty(buffer.size, buffer), parts) if tree.children else []
+    theirs = ring.scratch_views(device.empty(buffer.size, buffer), parts) if tree.children else []
     for child in tree.children:
         receives = [transport.start_receive(landed, child) for landed in theirs]
         for part, landed, receive in zip(parts, theirs, receives, strict=True):
@@ -120,7 +120,7 @@ def reduce(
         transport.wait(sends, deadline)
 
 
-def reduce_seconds(nbytes: float, layout: Layout) -> float:
+def reduce_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `reduce` should take."""
     levels = layout.size.bit_length() - 1  # ones in the number of the farthest rank from the root
     return _levels_seconds(nbytes, layout, levels) + levels * layout.combined(nbytes)
@@ -132,7 +132,7 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
     broadcast(transport, buffer, 0, deadline)
 
 
-def allreduce_seconds(nbytes: float, layout: Layout) -> float:
+def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `allreduce` should take."""
     return reduce_seconds(nbytes, layout) + broadcast_seconds(nbytes, layout)
 
@@ -150,7 +150,7 @@ def gather(
     starts, total = _subtree(transport, tree.span, counts)
     collected = np.empty(total, own.dtype)
     collected[: own.size] = own
-    receives: list[Message] = []
+    receives: list[PendingMessage] = []
     for child in tree.children:
         span = topology.binomial_tree(child, size, root).span
         length = sum(counts[(child + i) % size] for i in range(span))
@@ -193,7 +193,7 @@ def scatter(
     return own.copy() if own.size < held.size or held is buffer else own
 
 
-def scatter_seconds(nbytes: float, layout: Layout) -> float:
+def scatter_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `scatter` or `gather` should take: a level carries half of the one above."""
     machine, nodes, per_node = layout.machine, layout.num_nodes, layout.per_node
     away = nbytes * (nodes - 1) / nodes * machine.network.beta
@@ -251,6 +251,6 @@ def barrier(transport: Transport, deadline: Deadline) -> None:
     allreduce(transport, token, reduction.MAX, deadline)
 
 
-def barrier_seconds(nbytes: float, layout: Layout) -> float:
+def barrier_seconds(nbytes: float, layout: RankLayout) -> float:
     """Return how long `barrier` should take."""
     return 2 * _levels_seconds(0, layout, (layout.size - 1).bit_length())

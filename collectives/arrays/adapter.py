@@ -11,10 +11,10 @@ import numpy.typing as npt
 
 from collectives.arrays.device import DeviceBuffer
 
-__all__ = ["Foreign", "Resident", "dense_axes", "why_repeated"]
+__all__ = ["ArrayAdapter", "DeviceArray", "dense_axes", "overlap_reason"]
 
 
-class Foreign(ABC):
+class ArrayAdapter(ABC):
     """An array of another library.
 
     Attributes:
@@ -63,12 +63,12 @@ class Foreign(ABC):
         """Copy the elements into host memory of their shape and dtype; of what is `pinnable`."""
         raise NotImplementedError
 
-    def resident(self) -> Resident | None:
+    def resident(self) -> DeviceArray | None:
         """Show an array on a CUDA device where it is; None for others."""
         return None
 
 
-class Resident(NamedTuple):
+class DeviceArray(NamedTuple):
     """An array in the memory of a CUDA device.
 
     Attributes:
@@ -90,7 +90,7 @@ class Resident(NamedTuple):
     show: Callable[[DeviceBuffer, tuple[int, ...]], Any]
 
 
-def why_repeated(shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
+def overlap_reason(shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
     """Say that an array cannot take a result since its elements share memory; None if not."""
     pairs = zip(shape, strides, strict=True)
     if 0 not in shape and any(n > 1 and stride == 0 for n, stride in pairs):

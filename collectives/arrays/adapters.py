@@ -32,18 +32,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from collectives.arrays.adapter import Foreign, Resident, why_repeated
+from collectives.arrays.adapter import ArrayAdapter, DeviceArray, overlap_reason
 from collectives.arrays.cuda_adapter import device_memory, load_cupy
 from collectives.arrays.torch_adapter import tensor
 
-__all__ = ["foreign", "resident"]
+__all__ = ["adapter_for", "device_array"]
 
 # DLPack's numbers of device types: CPU, pinned by CUDA, pinned by ROCm; and CUDA's own memory.
 _DLPACK_HOST = (1, 3, 11)
 _DLPACK_CUDA = (2, 13)
 
 
-def resident(x: object, least: int) -> tuple[Foreign, Resident] | None:
+def device_array(x: object, least: int) -> tuple[ArrayAdapter, DeviceArray] | None:
     """Show an array of at least `least` bytes on a CUDA device where it is; None for others.
 
     What it was computed by, on its library's current stream, comes before what is done with it.
@@ -57,14 +57,14 @@ def resident(x: object, least: int) -> tuple[Foreign, Resident] | None:
         interface = getattr(x, "__cuda_array_interface__", None)
         if interface is None or (interface["data"][1] and hasattr(x, "__array_namespace__")):
             return None
-    memory = foreign(x)
+    memory = adapter_for(x)
     if memory is None:
         return None
     shown = memory.resident()
     return None if shown is None or shown.buffer.nbytes < least else (memory, shown)
 
 
-def foreign(x: object) -> Foreign | None:
+def adapter_for(x: object) -> ArrayAdapter | None:
     """Recognise an array of another library; None for what NumPy reads itself.
 
     Raises:
@@ -79,13 +79,13 @@ def foreign(x: object) -> Foreign | None:
         cupy = load_cupy()
         return device_memory(cupy.asarray(x), cupy, bool(interface["data"][1]))
     if standard:
-        return _Standard(x)
+        return _ArrayApiAdapter(x)
     if hasattr(x, "__dlpack_device__"):
-        return _exported(x)
+        return _export(x)
     return None
 
 
-class _Standard(Foreign):
+class _ArrayApiAdapter(ArrayAdapter):
     """An array of a library that follows the array API standard, such as JAX."""
 
     def __init__(self, x: Any) -> None:
@@ -113,7 +113,7 @@ class _Standard(Foreign):
         self._x[...] = self.wrap(result)
 
 
-class _Exported(Foreign):
+class _DlpackAdapter(ArrayAdapter):
     """Host memory that a library exports by DLPack without saying how to make such an array."""
 
     shared = True
@@ -126,7 +126,7 @@ class _Exported(Foreign):
     def why_constant(self) -> str | None:
         if not self._host.flags.writeable:
             return f"NumPy {np.__version__} sees it as read-only"  # as all, before 2.0
-        return why_repeated(self.shape, self._host.strides)
+        return overlap_reason(self.shape, self._host.strides)
 
     def elements(self) -> npt.NDArray[Any]:
         return self._host
@@ -138,10 +138,10 @@ class _Exported(Foreign):
         pass
 
 
-def _exported(x: Any) -> Foreign:
+def _export(x: Any) -> ArrayAdapter:
     kind = int(x.__dlpack_device__()[0])
     if kind in _DLPACK_HOST:
-        return _Exported(x)
+        return _DlpackAdapter(x)
     if kind in _DLPACK_CUDA:
         cupy = load_cupy()
         return device_memory(cupy.from_dlpack(x), cupy, read_only=False)

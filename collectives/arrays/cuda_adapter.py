@@ -8,18 +8,18 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
+from collectives.arrays.adapter import ArrayAdapter, DeviceArray, overlap_reason
 from collectives.arrays.device import Device, DeviceBuffer, stored_as
-from collectives.arrays.adapter import Foreign, Resident, why_repeated
 
 __all__ = ["device_memory", "has_cupy", "load_cupy", "nccl"]
 
 
-def device_memory(view: Any, cupy: Any, read_only: bool) -> Foreign:
+def device_memory(view: Any, cupy: Any, read_only: bool) -> ArrayAdapter:
     """See memory of a CUDA device, of which CuPy has made an array of its own."""
     return _DeviceMemory(view, cupy, read_only)
 
 
-class _DeviceMemory(Foreign):
+class _DeviceMemory(ArrayAdapter):
     """Memory of a CUDA device, as CuPy sees it."""
 
     private = pinnable = True
@@ -34,7 +34,7 @@ class _DeviceMemory(Foreign):
     def why_constant(self) -> str | None:
         if self._read_only:
             return "it is read-only"
-        return why_repeated(self.shape, self._view.strides)
+        return overlap_reason(self.shape, self._view.strides)
 
     def elements(self) -> npt.NDArray[Any]:
         host = self.pinned(self._view.nbytes).view(self.dtype).reshape(self.shape)
@@ -64,7 +64,7 @@ class _DeviceMemory(Foreign):
                 self._view[...] = self._cupy.asarray(result)
             self._wait()
 
-    def resident(self) -> Resident:
+    def resident(self) -> DeviceArray:
         device = Device(self._cupy, self._view.device)
         kind = stored_as(self.dtype)
         with self._view.device:
@@ -89,7 +89,7 @@ class _DeviceMemory(Foreign):
                 buffer.device.put()
 
         is_own = bool(flat.data.ptr == self._view.data.ptr)
-        return Resident(self.shape, self.dtype, show(flat), is_own, new, write, as_array)
+        return DeviceArray(self.shape, self.dtype, show(flat), is_own, new, write, as_array)
 
     def _wait(self) -> None:
         # Pinned memory is read by the device after the call that started the copy; CuPy's pool

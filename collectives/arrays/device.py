@@ -28,7 +28,7 @@ __all__ = [
     "empty",
     "is_added",
     "is_half",
-    "settle",
+    "synchronize",
     "stored_as",
 ]
 
@@ -75,7 +75,7 @@ class Device:
         """Note that there is something on the stream."""
         self._pending = True
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait for everything on the stream."""
         if self._pending:
             self.stream.synchronize()
@@ -129,9 +129,9 @@ class DeviceBuffer:
     def __getitem__(self, part: slice) -> DeviceBuffer:
         return DeviceBuffer(self.device, self.view[part], self.dtype)
 
-    def settle(self) -> None:
+    def synchronize(self) -> None:
         """Wait until nothing on the device reads or writes the memory; before MPI does."""
-        self.device.settle()
+        self.device.synchronize()
 
     def empty(self, count: int, dtype: np.dtype[Any] | None = None) -> DeviceBuffer:
         """Return new memory on the same device, of the same dtype unless one is given."""
@@ -205,7 +205,7 @@ def divide(buffer: Any, divisor: int) -> None:
         np.divide(buffer, divisor, out=buffer)
 
 
-def settle(buffer: Any) -> None:
+def synchronize(buffer: Any) -> None:
     """Wait until nothing on a device reads or writes the memory; before MPI does."""
     if isinstance(buffer, DeviceBuffer):
-        buffer.device.settle()
+        buffer.device.synchronize()

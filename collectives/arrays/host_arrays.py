@@ -16,26 +16,26 @@ import numpy as np
 import numpy.typing as npt
 
 from collectives.arrays import adapters
+from collectives.arrays.adapter import ArrayAdapter
 from collectives.arrays.dtypes import NUMBERS, can_move
-from collectives.arrays.adapter import Foreign
 
 __all__ = [
-    "NEW",
+    "ALLOCATE",
     "Array",
-    "Borrowed",
-    "Rows",
+    "HostArgument",
+    "RowsOut",
     "address",
-    "borrow",
-    "borrow_out",
-    "borrow_rows",
+    "host_view",
+    "check_out",
+    "check_out_rows",
     "flat",
     "flat_copy",
     "flat_target",
     "in_order_of",
     "raw_bytes",
-    "room",
-    "store",
-    "unchanged",
+    "output",
+    "copy_to",
+    "identity",
 ]
 
 Array = npt.NDArray[Any]
@@ -44,7 +44,7 @@ Array = npt.NDArray[Any]
 _REFUSALS = (AttributeError, BufferError, LookupError, RuntimeError, TypeError, ValueError)
 
 
-class Borrowed(NamedTuple):
+class HostArgument(NamedTuple):
     """A caller's array for the time of one call.
 
     Attributes:
@@ -58,10 +58,10 @@ class Borrowed(NamedTuple):
 
     host: Array
     target: Array | None
-    give_back: Callable[[Array], Any]
+    restore: Callable[[Array], Any]
 
 
-class Rows(NamedTuple):
+class RowsOut(NamedTuple):
     """A caller's `out=` for rows of which ranks find out as they meet how many there are.
 
     Attributes:
@@ -72,10 +72,10 @@ class Rows(NamedTuple):
 
     number: int
     target: Array | None
-    give_back: Callable[[Array], Any]
+    restore: Callable[[Array], Any]
 
 
-def borrow(x: Any, out: Any = None, *, operation: str) -> Borrowed:
+def host_view(x: Any, out: Any = None, *, operation: str) -> HostArgument:
     """Bring an array of any kind to the host, and remember how a result goes back.
 
     Args:
@@ -98,20 +98,20 @@ def borrow(x: Any, out: Any = None, *, operation: str) -> Borrowed:
         memory.
     """
     if type(x) is np.ndarray and x.dtype in NUMBERS:  # 0.3 us; every other kind takes some us
-        borrowed = Borrowed(x, None, unchanged)
+        borrowed = HostArgument(x, None, identity)
     else:
         borrowed = _lend(x, operation)
     if out is None:
         return borrowed
-    target, write = borrow_out(out, borrowed.host.shape, borrowed.host.dtype, operation=operation)
+    target, write = check_out(out, borrowed.host.shape, borrowed.host.dtype, operation=operation)
     if out is x and target is not None:
         target = borrowed.host  # the same memory, and known to be: nothing has to be copied
     elif out is x:
         target = borrowed.target
-    return Borrowed(borrowed.host, target, write)
+    return HostArgument(borrowed.host, target, write)
 
 
-def borrow_out(
+def check_out(
     out: Any, shape: tuple[int, ...], dtype: np.dtype[Any], *, operation: str
 ) -> tuple[Array | None, Callable[[Array], Any]]:
     """Check that a caller's `out=` can take a result, and tell how it gets there.
@@ -128,9 +128,9 @@ def borrow_out(
     return target, give_back
 
 
-def borrow_rows(
-    out: Any, row: tuple[int, ...], dtype: np.dtype[Any], lent: Borrowed, *, operation: str
-) -> Rows:
+def check_out_rows(
+    out: Any, row: tuple[int, ...], dtype: np.dtype[Any], lent: HostArgument, *, operation: str
+) -> RowsOut:
     """As `borrow_out`, for a result of any number of rows.
 
     Args:
@@ -141,9 +141,9 @@ def borrow_rows(
         operation: the caller's name.
     """
     if out is None:
-        return NEW._replace(give_back=lent.give_back)
+        return ALLOCATE._replace(give_back=lent.restore)
     shape, target, give_back = _borrow_out(out, (None, *row), dtype, operation)
-    return Rows(shape[0], target, give_back)
+    return RowsOut(shape[0], target, give_back)
 
 
 def _borrow_out(
@@ -217,7 +217,7 @@ def flat_target(result: Array, source: Array | None = None) -> Array:
     return np.empty(result.size, result.dtype)
 
 
-def room(
+def output(
     target: Array | None,
     shape: tuple[int, ...],
     dtype: np.dtype[Any],
@@ -244,7 +244,7 @@ def room(
     return target, np.empty(target.size, dtype)
 
 
-def store(flat: Array, out: Array) -> Array:
+def copy_to(flat: Array, out: Array) -> Array:
     """Put an algorithm's flat result into `out`, in its shape and dtype; returns `out`."""
     # To share memory is not enough: elements may lie elsewhere in it, or in another order.
     is_there = (
@@ -281,16 +281,16 @@ def raw_bytes(array: Array) -> Array:
     return array.reshape(-1).view(np.uint8)
 
 
-def unchanged(result: Array) -> Array:
+def identity(result: Array) -> Array:
     """Give a result back as it is."""
     return result
 
 
 # No `out`: the result goes to new memory.
-NEW = Rows(-1, None, unchanged)
+ALLOCATE = RowsOut(-1, None, identity)
 
 
-def _lend(x: Any, operation: str) -> Borrowed:
+def _lend(x: Any, operation: str) -> HostArgument:
     """Borrow what is not a native NumPy array, for a call without `out`."""
     memory = _recognise(x, operation)
     if memory is not None:  # before anything is copied from a device
@@ -303,11 +303,11 @@ def _lend(x: Any, operation: str) -> Borrowed:
     if not host.dtype.isnative:
         host = host.astype(host.dtype.newbyteorder("="))
     if memory is None:
-        return Borrowed(host, None, unchanged)
-    return Borrowed(host, host if memory.private else None, memory.wrap)
+        return HostArgument(host, None, identity)
+    return HostArgument(host, host if memory.private else None, memory.wrap)
 
 
-def _recognise(x: Any, operation: str) -> Foreign | None:
+def _recognise(x: Any, operation: str) -> ArrayAdapter | None:
     """Recognise an array of another library; None for what NumPy reads itself."""
     if isinstance(x, np.ma.MaskedArray):
         raise TypeError(
@@ -316,7 +316,7 @@ def _recognise(x: Any, operation: str) -> Foreign | None:
     if isinstance(x, (np.ndarray, np.generic)):  # speak all protocols, too
         return None
     try:
-        return adapters.foreign(x)
+        return adapters.adapter_for(x)
     except _REFUSALS as error:
         raise _unreadable(x, operation, error) from error
 
@@ -359,7 +359,7 @@ def _check_dtype(dtype: np.dtype[Any], x: Any, operation: str) -> None:
 
 
 def _check_fit(
-    out: Array | Foreign,
+    out: Array | ArrayAdapter,
     shape: tuple[int | None, ...],
     dtype: np.dtype[Any],
     operation: str,

@@ -24,26 +24,26 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.arrays import host_arrays, reduction
-from collectives.arrays.host_arrays import Array, Borrowed
+from collectives.arrays.host_arrays import Array, HostArgument
 from collectives.arrays.reduction import (
     BITWISE_AND,
     BITWISE_OR,
     BITWISE_XOR,
-    BY_WAY,
     INTEGER_MEAN,
     LOGICAL_AND,
     LOGICAL_OR,
     LOGICAL_XOR,
+    LOWERED,
     SUM,
     Op,
 )
 
-__all__ = ["Detour", "detour", "scales"]
+__all__ = ["Lowering", "lower", "validate_scales"]
 
 _BITWISE = {LOGICAL_AND: BITWISE_AND, LOGICAL_OR: BITWISE_OR, LOGICAL_XOR: BITWISE_XOR}
 
 
-class Detour(NamedTuple):
+class Lowering(NamedTuple):
     """How arrays of one dtype are reduced by way of another reduction.
 
     Attributes:
@@ -64,16 +64,18 @@ class Detour(NamedTuple):
     prescale: float = 1
     postscale: float = 1
 
-    def lend(self, loan: Borrowed) -> Borrowed:
+    def lend(self, loan: HostArgument) -> HostArgument:
         """Return what is to be reduced, in place, in place of a caller's array."""
         own = np.empty_like(loan.host, self.dtype)
         self.put(loan.host, own)
 
         def give_back(result: Array) -> Any:
             made = self.back(result)
-            return loan.give_back(made if loan.target is None else host_arrays.store(made, loan.target))
+            return loan.restore(
+                made if loan.target is None else host_arrays.copy_to(made, loan.target)
+            )
 
-        return Borrowed(own, own, give_back)
+        return HostArgument(own, own, give_back)
 
     def put(self, array: Array, own: Array) -> None:
         """Write to `own`, of the same shape and of `dtype`, what is to be reduced."""
@@ -82,20 +84,20 @@ class Detour(NamedTuple):
             return
         own[...] = array
         if self.prescale != 1:
-            with reduction.quiet():
+            with reduction.ignore_float_errors():
                 own *= self.prescale
 
     def back(self, result: Array) -> Array:
         """Return what was asked for, perhaps in the memory of the result, which is overwritten."""
-        with reduction.quiet():
+        with reduction.ignore_float_errors():
             if self.asked is INTEGER_MEAN:
-                result = _truncated(result, self.size)
+                result = _truncate(result, self.size)
             elif self.postscale != 1:
                 result *= self.postscale
             return np.asarray(result).astype(self.original, copy=False)
 
 
-def scales(prescale: Any, postscale: Any, *, operation: str) -> dict[str, float]:
+def validate_scales(prescale: Any, postscale: Any, *, operation: str) -> dict[str, float]:
     """Return the scales of a reduction by their words, nothing if both are 1.
 
     Raises:
@@ -111,9 +113,9 @@ def scales(prescale: Any, postscale: Any, *, operation: str) -> dict[str, float]
     return {} if prescale == 1 == postscale else {word: float(n) for word, n in given.items()}
 
 
-def detour(
+def lower(
     op: Op, dtype: np.dtype[Any], size: int, scales: dict[str, float], *, operation: str
-) -> Detour | None:
+) -> Lowering | None:
     """Check a reduction, and return how it goes by way of another one; None if it goes straight.
 
     Args:
@@ -127,7 +129,7 @@ def detour(
         TypeError: the op is not defined for the dtype, or scaled numbers would have to be rounded.
     """
     reduction.check(op, dtype, operation=operation, by_way=True)
-    if scales and (dtype.kind in "biu" or op in BY_WAY):
+    if scales and (dtype.kind in "biu" or op in LOWERED):
         raise TypeError(
             f"{operation}: {op.value} of {dtype} cannot be scaled, since the result would have to "
             f"be rounded; cast to a float dtype (got {scales})"
@@ -141,10 +143,10 @@ def detour(
         work, by = reduction.work_dtype(dtype), op
     else:
         return None
-    return Detour(by, work, dtype, size, op, **scales)
+    return Lowering(by, work, dtype, size, op, **scales)
 
 
-def _truncated(total: Array, size: int) -> Array:
+def _truncate(total: Array, size: int) -> Array:
     """Divide integers, and truncate towards zero."""
     quotient = total // size
     if total.dtype.kind == "i":

@@ -34,7 +34,7 @@ __all__ = [
     "BITWISE_AND",
     "BITWISE_OR",
     "BITWISE_XOR",
-    "BY_WAY",
+    "LOWERED",
     "INTEGER_MEAN",
     "LOCATING",
     "LOGICAL_AND",
@@ -49,11 +49,11 @@ __all__ = [
     "RULES",
     "SUM",
     "Op",
-    "Rule",
+    "OpSpec",
     "check",
     "combine",
-    "prepare",
-    "quiet",
+    "prescale",
+    "ignore_float_errors",
     "work_dtype",
 ]
 
@@ -86,11 +86,11 @@ LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR = Op.LOGICAL_AND, Op.LOGICAL_OR, Op.LOGICAL
 INTEGER_MEAN, MINLOC, MAXLOC = Op.INTEGER_MEAN, Op.MINLOC, Op.MAXLOC
 
 # What only operations know that call another one; and what finds out where a number is.
-BY_WAY = (LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR, INTEGER_MEAN)
+LOWERED = (LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR, INTEGER_MEAN)
 LOCATING = (MINLOC, MAXLOC)
 
 
-class Rule(NamedTuple):
+class OpSpec(NamedTuple):
     """How everybody who carries out an op calls it, and where it has no meaning.
 
     Attributes:
@@ -115,18 +115,18 @@ _NO_BITS = dict.fromkeys("fc", "only integers and bool are numbers of bits")
 _NO_TRUNCATION = {**dict.fromkeys("fc", "only integers need it; use MEAN"), **_NO_SUM}
 
 RULES = {
-    SUM: Rule("add", "SUM", _NO_SUM),
-    MEAN: Rule("add", "SUM", {**_NO_SUM, "i": _NO_MEAN, "u": _NO_MEAN}),  # divided before
-    MIN: Rule("minimum", "MIN", _NO_ORDER),
-    MAX: Rule("maximum", "MAX", _NO_ORDER),
-    PRODUCT: Rule("multiply", "PROD", _NO_SUM),
-    BITWISE_AND: Rule("bitwise_and", "BAND", _NO_BITS),
-    BITWISE_OR: Rule("bitwise_or", "BOR", _NO_BITS),
-    BITWISE_XOR: Rule("bitwise_xor", "BXOR", _NO_BITS),
-    LOGICAL_AND: Rule("", "", {}),
-    LOGICAL_OR: Rule("", "", {}),
-    LOGICAL_XOR: Rule("", "", {}),
-    INTEGER_MEAN: Rule("", "", _NO_TRUNCATION),
+    SUM: OpSpec("add", "SUM", _NO_SUM),
+    MEAN: OpSpec("add", "SUM", {**_NO_SUM, "i": _NO_MEAN, "u": _NO_MEAN}),  # divided before
+    MIN: OpSpec("minimum", "MIN", _NO_ORDER),
+    MAX: OpSpec("maximum", "MAX", _NO_ORDER),
+    PRODUCT: OpSpec("multiply", "PROD", _NO_SUM),
+    BITWISE_AND: OpSpec("bitwise_and", "BAND", _NO_BITS),
+    BITWISE_OR: OpSpec("bitwise_or", "BOR", _NO_BITS),
+    BITWISE_XOR: OpSpec("bitwise_xor", "BXOR", _NO_BITS),
+    LOGICAL_AND: OpSpec("", "", {}),
+    LOGICAL_OR: OpSpec("", "", {}),
+    LOGICAL_XOR: OpSpec("", "", {}),
+    INTEGER_MEAN: OpSpec("", "", _NO_TRUNCATION),
 }
 
 
@@ -148,7 +148,7 @@ def check(op: Op, dtype: np.dtype[Any], *, operation: str, by_way: bool = False)
             f"{operation}: op is not a reduction, expected one of {names} "
             f"from the module collectives, got {op!r}"
         )
-    if op in LOCATING or (op in BY_WAY and not by_way):
+    if op in LOCATING or (op in LOWERED and not by_way):
         others = "allreduce, reduce and reduce_scatter"
         where = others if op in LOCATING else f"{others}, alone or grouped"
         raise TypeError(f"{operation}: there is no {op.value} here, but in {where}")
@@ -168,7 +168,7 @@ def work_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
     return np.dtype(np.float32) if is_half(dtype) else dtype
 
 
-def quiet() -> np.errstate:
+def ignore_float_errors() -> np.errstate:
     """Let an overflow or a NaN be a result, whatever the program has told NumPy.
 
     A loss scaler waits for it and needs no warning; and an error on the one rank that meets it
@@ -177,10 +177,10 @@ def quiet() -> np.errstate:
     return np.errstate(all="ignore")
 
 
-def prepare(buffer: Array, op: Op, size: int) -> None:
+def prescale(buffer: Array, op: Op, size: int) -> None:
     """Do, in place, what has to happen to every rank's contribution before it is combined."""
     if op is MEAN and size > 1:
-        with quiet():
+        with ignore_float_errors():
             device.divide(buffer, size)
 
 
@@ -189,7 +189,7 @@ def combine(op: Op) -> Callable[[Array, Array], None]:
     function = RULES[op].function
 
     def into(accumulator: Array, contribution: Array) -> None:
-        with quiet():
+        with ignore_float_errors():
             device.combine(function, accumulator, contribution)
 
     return into

@@ -10,14 +10,14 @@ from typing import Any, NamedTuple, SupportsIndex
 import numpy as np
 import numpy.typing as npt
 
-from collectives.arrays import host_arrays, adapters
-from collectives.arrays.adapter import Foreign, dense_axes
+from collectives.arrays import adapters, host_arrays
+from collectives.arrays.adapter import ArrayAdapter, dense_axes
 from collectives.arrays.host_arrays import Array
 
-__all__ = ["Kind", "View", "kind_of", "numpy_kind", "show"]
+__all__ = ["ArraySpec", "SpecView", "spec_of", "numpy_spec", "as_array"]
 
 
-class Kind(NamedTuple):
+class ArraySpec(NamedTuple):
     """What an array looks like.
 
     Attributes:
@@ -28,7 +28,7 @@ class Kind(NamedTuple):
 
     shape: tuple[int, ...]
     dtype: np.dtype[Any]
-    library: Foreign | None
+    library: ArrayAdapter | None
     strides: tuple[int, ...] | None = None
 
     @property
@@ -43,7 +43,7 @@ class Kind(NamedTuple):
         return math.prod(self.shape) * self.dtype.itemsize
 
 
-class View(NamedTuple):
+class SpecView(NamedTuple):
     """Some memory as an array.
 
     Attributes:
@@ -57,7 +57,7 @@ class View(NamedTuple):
     result: Callable[[], Any]
 
 
-def kind_of(x: Any, *, operation: str) -> Kind:
+def spec_of(x: Any, *, operation: str) -> ArraySpec:
     """Tell the kind of an array, or of a pair of a shape and a dtype, which stands for NumPy's.
 
     Raises:
@@ -65,27 +65,27 @@ def kind_of(x: Any, *, operation: str) -> Kind:
         ValueError: a dimension is negative.
     """
     if isinstance(x, tuple) and len(x) == 2 and isinstance(x[0], (int, tuple, list)):
-        return numpy_kind(*x, operation=operation)
-    library = None if isinstance(x, (np.ndarray, np.generic)) else adapters.foreign(x)
+        return numpy_spec(*x, operation=operation)
+    library = None if isinstance(x, (np.ndarray, np.generic)) else adapters.adapter_for(x)
     if library is None:
-        array = host_arrays.borrow(x, operation=operation).host
-        return Kind(array.shape, array.dtype, None)
-    shape, dtype = tuple(library.shape), _checked(library.dtype, operation)
-    return Kind(shape, dtype, library, library.strides())
+        array = host_arrays.host_view(x, operation=operation).host
+        return ArraySpec(array.shape, array.dtype, None)
+    shape, dtype = tuple(library.shape), _check(library.dtype, operation)
+    return ArraySpec(shape, dtype, library, library.strides())
 
 
-def numpy_kind(
+def numpy_spec(
     shape: SupportsIndex | Iterable[SupportsIndex], dtype: npt.DTypeLike, *, operation: str
-) -> Kind:
+) -> ArraySpec:
     """Check what a NumPy array shall look like; errors as `kind_of`."""
     dims = shape if isinstance(shape, Iterable) else (shape,)
     plain = tuple(map(operator.index, dims))  # the same text on all ranks, also of NumPy integers
     if any(n < 0 for n in plain):
         raise ValueError(f"{operation}: a dimension is negative, got {plain}")
-    return Kind(plain, _checked(np.dtype(dtype), operation), None)
+    return ArraySpec(plain, _check(np.dtype(dtype), operation), None)
 
 
-def show(memory: Array, kind: Kind) -> View:
+def as_array(memory: Array, kind: ArraySpec) -> SpecView:
     """Show memory, shape (nbytes,), uint8, as an array of a kind."""
     library = kind.library
     view: Array = memory.view(kind.dtype)
@@ -95,14 +95,14 @@ def show(memory: Array, kind: Kind) -> View:
         steps = [step * kind.dtype.itemsize for step in kind.strides]
         view = np.lib.stride_tricks.as_strided(view, kind.shape, steps)
     if library is None:
-        return View(view, view, lambda: view)
+        return SpecView(view, view, lambda: view)
     if library.shared:
         shown = library.show(view)
-        return View(view, shown, lambda: shown)
+        return SpecView(view, shown, lambda: shown)
     # Arrays that never change must not see what is written to this memory later.
-    return View(view, view, lambda: library.wrap(view if library.private else view.copy()))
+    return SpecView(view, view, lambda: library.wrap(view if library.private else view.copy()))
 
 
-def _checked(dtype: np.dtype[Any], operation: str) -> np.dtype[Any]:
+def _check(dtype: np.dtype[Any], operation: str) -> np.dtype[Any]:
     """Refuse a dtype that cannot be moved; return it in native byte order."""
-    return host_arrays.borrow(np.empty(0, dtype), operation=operation).host.dtype
+    return host_arrays.host_view(np.empty(0, dtype), operation=operation).host.dtype

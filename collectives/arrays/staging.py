@@ -31,9 +31,9 @@ from collectives.arrays.host_arrays import Array, address
 __all__ = [
     "WINDOWS",
     "CopyStreams",
-    "Windows",
+    "StagingBuffers",
     "pinned",
-    "registered",
+    "pin_existing",
     "slice_bytes",
     "small_bytes",
 ]
@@ -70,7 +70,7 @@ def small_bytes(slice_bytes: int, *, by_messages: bool) -> int:
     return slice_bytes if by_messages else min(SMALL_BYTES, slice_bytes)
 
 
-class Windows(NamedTuple):
+class StagingBuffers(NamedTuple):
     """Host memory for slices.
 
     Attributes:
@@ -82,21 +82,21 @@ class Windows(NamedTuple):
     release: Callable[[], None]
 
 
-def pinned(cupy: Any, nbytes: int) -> Windows:
+def pinned(cupy: Any, nbytes: int) -> StagingBuffers:
     """Allocate pinned windows of `nbytes` each."""
     memory = np.frombuffer(cupy.cuda.alloc_pinned_memory(WINDOWS * nbytes), np.uint8)
-    return Windows(_parts(memory[: WINDOWS * nbytes]), lambda: None)
+    return StagingBuffers(_parts(memory[: WINDOWS * nbytes]), lambda: None)
 
 
-def registered(cupy: Any, memory: Array) -> Windows:
+def pin_existing(cupy: Any, memory: Array) -> StagingBuffers:
     """Make windows of memory that exists, shape (nbytes,), uint8, and pin it where possible."""
     start = address(memory)
     try:
         cupy.cuda.runtime.hostRegister(start, memory.nbytes, _PORTABLE)
     except RuntimeError as error:  # CUDA's errors are of this kind
         log.info("shared memory cannot be pinned, so copies do not overlap: %s", error)
-        return Windows(_parts(memory), lambda: None)
-    return Windows(_parts(memory), lambda: cupy.cuda.runtime.hostUnregister(start))
+        return StagingBuffers(_parts(memory), lambda: None)
+    return StagingBuffers(_parts(memory), lambda: cupy.cuda.runtime.hostUnregister(start))
 
 
 def _parts(memory: Array) -> list[Array]:
@@ -113,9 +113,9 @@ class CopyStreams:
             self._out = cupy.cuda.Stream(non_blocking=True)
             self._back = cupy.cuda.Stream(non_blocking=True)
 
-    def pass_slices(
+    def stream_through(
         self,
-        windows: Windows,
+        windows: StagingBuffers,
         source: DeviceBuffer | None,
         target: DeviceBuffer | None,
         work: Callable[[Array, int], None],

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["order"]
+__all__ = ["capture_streams"]
 
 
-def order(values: Iterable[object]) -> Callable[[], None]:
+def capture_streams(values: Iterable[object]) -> Callable[[], None]:
     """Remember what computes arrays on devices, for a thread that will use them.
 
     Streams are current for a thread: another one would wait for its own.

@@ -10,19 +10,19 @@ import ml_dtypes
 import numpy as np
 import numpy.typing as npt
 
-from collectives.arrays.device import Device, DeviceBuffer, is_added, stored_as
-from collectives.arrays.adapter import Foreign, Resident, dense_axes, why_repeated
+from collectives.arrays.adapter import ArrayAdapter, DeviceArray, dense_axes, overlap_reason
 from collectives.arrays.cuda_adapter import has_cupy, load_cupy
+from collectives.arrays.device import Device, DeviceBuffer, is_added, stored_as
 
 __all__ = ["tensor"]
 
 
-def tensor(x: Any, torch: Any) -> Foreign:
+def tensor(x: Any, torch: Any) -> ArrayAdapter:
     """See a tensor of PyTorch."""
     return _Tensor(x, torch)
 
 
-class _Tensor(Foreign):
+class _Tensor(ArrayAdapter):
     """A tensor of PyTorch, without its history: results have no gradient."""
 
     def __init__(self, x: Any, torch: Any) -> None:
@@ -36,7 +36,7 @@ class _Tensor(Foreign):
         self.pinnable = x.is_cuda
 
     def why_constant(self) -> str | None:
-        return why_repeated(self.shape, self._x.stride())
+        return overlap_reason(self.shape, self._x.stride())
 
     def elements(self) -> npt.NDArray[Any]:
         if not self._x.is_cuda:
@@ -53,10 +53,10 @@ class _Tensor(Foreign):
 
     def fetch(self, into: npt.NDArray[Any]) -> None:
         # Not asynchronous: returns when the stream that is current here has done the copy.
-        self._shown(into).copy_(self._x.detach())
+        self._as_tensor(into).copy_(self._x.detach())
 
     def wrap(self, result: npt.NDArray[Any]) -> Any:
-        made = self._shown(result).to(self._x.device)
+        made = self._as_tensor(result).to(self._x.device)
         # The strides of `torch.empty_like`, because optimizers that work on lists of tensors are
         # fast only if a tensor and its gradient have the same strides.
         strided = len(self.shape) > 1 and not self._x.is_contiguous()  # 0.1 us
@@ -66,7 +66,7 @@ class _Tensor(Foreign):
         return made
 
     def show(self, memory: npt.NDArray[Any]) -> Any:
-        return self._shown(memory)
+        return self._as_tensor(memory)
 
     def strides(self) -> tuple[int, ...] | None:
         strides = tuple(self._x.stride())
@@ -77,16 +77,16 @@ class _Tensor(Foreign):
             # Lets autograd refuse a backward pass that needs the old elements.
             self._torch.autograd.graph.increment_version(self._x)
         else:
-            self._x.detach().copy_(self._shown(result))
+            self._x.detach().copy_(self._as_tensor(result))
 
-    def _shown(self, host: npt.NDArray[Any]) -> Any:
+    def _as_tensor(self, host: npt.NDArray[Any]) -> Any:
         """Show host memory as a tensor."""
         if is_added(host.dtype):
             bits = self._torch.from_numpy(host.view(f"i{host.itemsize}"))
             return bits.view(getattr(self._torch, host.dtype.name))
         return self._torch.from_numpy(host)
 
-    def resident(self) -> Resident | None:
+    def resident(self) -> DeviceArray | None:
         if not self._x.is_cuda or not has_cupy():
             return None
         x = self._x.detach().resolve_conj().resolve_neg()
@@ -115,14 +115,14 @@ class _Tensor(Foreign):
             return raw.view(self._x.dtype).reshape(shape)
 
         def write(buffer: DeviceBuffer) -> None:
-            buffer.settle()
+            buffer.synchronize()
             if buffer.address != self._x.data_ptr():
                 self._x.detach().copy_(as_tensor(buffer, self.shape))
                 stream.synchronize()
             self._torch.autograd.graph.increment_version(self._x)
 
         is_own = bool(flat.data_ptr() == self._x.data_ptr())
-        return Resident(self.shape, self.dtype, show(flat), is_own, new, write, as_tensor)
+        return DeviceArray(self.shape, self.dtype, show(flat), is_own, new, write, as_tensor)
 
 
 def _tensor_elements(tensor: Any, torch: Any) -> npt.NDArray[Any]:

@@ -22,15 +22,15 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from collectives.algorithms import halving_doubling, hierarchical, selection
-from collectives.algorithms.eager import Block, Letters
+from collectives.algorithms.eager import EagerBlock, EagerExchange
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import MAX, Op
-from collectives.core.errors import CollectiveError, MismatchError
-from collectives.node.engine import Engine, Work
-from collectives.calls import signature_check, signature
+from collectives.calls import signature, signature_check
 from collectives.calls.group import Group
+from collectives.core.errors import CollectiveError, MismatchError
+from collectives.node.engine import Engine, KernelCall
 
-__all__ = ["Call", "enter"]
+__all__ = ["Call", "begin_call"]
 
 E = TypeVar("E", bound=BaseException)
 
@@ -42,7 +42,7 @@ _ALWAYS_COMPARED = (
 )  # fmt: skip
 
 
-def enter(group: Group, operation: str, timeout: float | None = None) -> Call:
+def begin_call(group: Group, operation: str, timeout: float | None = None) -> Call:
     """Begin a call; use as a context manager.
 
     Raises:
@@ -94,13 +94,13 @@ class Call:
         self._description = {"operation": self.operation, **fields}
         if self.engine is None:
             # The engine numbers its rounds itself.
-            self._description[signature.NUMBER] = self.group.number
-        self.digest = signature.digest(self._description)
+            self._description[signature.NUMBER] = self.group.call_number
+        self.digest = signature.hash_of(self._description)
 
     def add(self, **fields: object) -> None:
         """Add to what must be equal on all ranks."""
         self._description |= fields
-        self.digest = signature.digest(self._description)
+        self.digest = signature.hash_of(self._description)
 
     @property
     def description(self) -> signature.Description:
@@ -125,13 +125,15 @@ class Call:
             MismatchError: they do not; the same error on all ranks.
         """
         if self.engine is not None:
-            self.met(self.engine.agree(self.digest, self.deadline))
+            self.checked(self.engine.agree(self.digest, self.deadline))
             return
         self._compared = True
-        if self.group.checked:
+        if self.group.verifies:
             self._compare(signature_check.NOTHING)
 
-    def carries(self, algorithm: str, nbytes: int, most: int = signature_check.CARRIED_BYTES) -> bool:
+    def fits_eager(
+        self, algorithm: str, nbytes: int, most: int = signature_check.MAX_PAYLOAD_BYTES
+    ) -> bool:
         """Whether an operation by messages is so small that it travels with the comparison.
 
         Args:
@@ -142,7 +144,7 @@ class Call:
         checks = self.group.settings.check != "off"
         return checks and algorithm == "auto" and nbytes <= most
 
-    def carry(self, data: Array, op: Op = MAX) -> Array:
+    def reduce_eager(self, data: Array, op: Op = MAX) -> Array:
         """Check as `agree`, and combine what the ranks contribute on the way.
 
         Args:
@@ -153,39 +155,41 @@ class Call:
             The combination of all, the same bits on all ranks.
         """
         self._compared = True
-        return self._compare(signature_check.Contribution(data, op))
+        return self._compare(signature_check.Piggyback(data, op))
 
-    def _compare(self, contribution: signature_check.Contribution) -> Array:
+    def _compare(self, contribution: signature_check.Piggyback) -> Array:
         """Compare by messages, and combine what the ranks contribute."""
         deadline = self.deadline
         waits, deadline.waits = deadline.waits, None  # this is one wait, for all ranks
         began = 0 if waits is None else time.monotonic_ns()
-        joined = signature_check.agree(self.group, self.digest, self._description, deadline, contribution)
+        joined = signature_check.verify(
+            self.group, self.digest, self._description, deadline, contribution
+        )
         if waits is not None:
             waits.exchanged(began)
             deadline.waits = waits
         deadline.first_call = False  # all ranks have entered the call
         return joined
 
-    def tell(self, *numbers: int) -> Array:
+    def exchange_integers(self, *numbers: int) -> Array:
         """As `agree`, always, and return what numbers every rank tells, shape (size, n), int64."""
         assert self.operation in _ALWAYS_COMPARED
         own = np.array(numbers, np.int64)
         told = np.zeros((self.group.size, own.size), np.int64)
         if self.engine is not None:
             wanted = [(rank, 0, told[rank]) for rank in range(self.group.size)]
-            self.met(self.engine.publish(own, wanted, self.digest, self.deadline, own.nbytes))
+            self.checked(self.engine.publish(own, wanted, self.digest, self.deadline, own.nbytes))
             return told
         told[self.group.rank] = own
-        if told.nbytes <= signature_check.CARRIED_BYTES:
-            carried = self.carry(told.reshape(-1).view(np.uint8)).view(np.int64)
+        if told.nbytes <= signature_check.MAX_PAYLOAD_BYTES:
+            carried = self.reduce_eager(told.reshape(-1).view(np.uint8)).view(np.int64)
             return carried.reshape(told.shape)
-        self.carry(*signature_check.NOTHING)
+        self.reduce_eager(*signature_check.NOTHING)
         bounds = range(0, told.size + 1, own.size)
         halving_doubling.allgather(self.group.transport, told.reshape(-1), bounds, self.deadline)
         return told
 
-    def known(self, error: E) -> E:
+    def announce(self, error: E) -> E:
         """Note that the other ranks know of this rank's wrong arguments, and raise an error, too.
 
         Returns:
@@ -194,7 +198,7 @@ class Call:
         self._known = error
         return error
 
-    def next_part(self) -> None:
+    def next_chunk(self) -> None:
         """Begin a part that the ranks compare once more: until then this rank may still refuse."""
         self._compared = False
         self._driven = 0 if self.engine is None else self.engine.driven
@@ -203,17 +207,17 @@ class Call:
         """Return the node engine if this call's data goes through it, None if by messages."""
         return self.engine if algorithm in ("auto", "node") else None
 
-    def drive(self, work: Work) -> None:
+    def drive(self, work: KernelCall) -> None:
         """Meet in the node engine, and do the work there; errors as `met`."""
         assert self.engine is not None
-        self.met(self.engine.drive(work, self.deadline))
+        self.checked(self.engine.run(work, self.deadline))
 
-    def post(self, letters: Letters, block: Block) -> None:
+    def exchange_eager(self, letters: EagerExchange, block: EagerBlock) -> None:
         """Exchange letters; errors as `met`."""
         self._compared = True
-        self.met(letters.exchange(block, self.deadline))
+        self.checked(letters.exchange(block, self.deadline))
 
-    def met(self, alike: bool) -> None:
+    def checked(self, alike: bool) -> None:
         """Take note of what the ranks found as they met.
 
         Raises:
@@ -251,11 +255,11 @@ class Call:
         self._outer = group.gate
         try:
             group.gate = self
-            group.number += 1
+            group.call_number += 1
             self.deadline = group.deadline(self.operation, self._timeout)
-            self.deadline.first_call = group.number == 1
-            self.engine = group.meeting(self.deadline)
-            self.next_part()
+            self.deadline.first_call = group.call_number == 1
+            self.engine = group.shared_memory_engine(self.deadline)
+            self.next_chunk()
             self._record = group.begin(self.operation, ours=2)
         except BaseException:
             self._leave()
@@ -279,7 +283,7 @@ class Call:
         harmless = refused or isinstance(error, MismatchError) or error is self._known
         if error is not None and not harmless:
             # Also after Ctrl-C, and first: another one may end the writing of records.
-            self.group.failed(self.operation, error)
+            self.group.mark_failed(self.operation, error)
         self.group.end(self._record, error)
         if refused and error is not None:
             self._refuse(error)
@@ -302,10 +306,10 @@ class Call:
         try:
             with contextlib.suppress(MismatchError):
                 if told and self.engine is None:
-                    self.carry(*signature_check.NOTHING)
+                    self.reduce_eager(*signature_check.NOTHING)
                 else:
                     self.agree()
         except BaseException as failure:
-            self.group.failed(self.operation, failure)
+            self.group.mark_failed(self.operation, failure)
             if not isinstance(failure, CollectiveError):  # but of a signal handler
                 raise

@@ -6,17 +6,17 @@ import itertools
 import operator
 from collections.abc import Sequence
 
-from collectives.core import topology
-from collectives.arrays.host_arrays import NEW, Array
-from collectives.core.errors import MismatchError, in_turn, some
+from collectives.arrays.host_arrays import ALLOCATE, Array
 from collectives.calls.call import Call
 from collectives.calls.group import Group
 from collectives.calls.overloads import Splits
+from collectives.core import topology
+from collectives.core.errors import MismatchError, in_turn, some
 
-__all__ = ["shares", "unfit"]
+__all__ = ["split_counts", "output_mismatch"]
 
 
-def shares(call: Call, array: Array, **given: Splits | None) -> list[int]:
+def split_counts(call: Call, array: Array, **given: Splits | None) -> list[int]:
     """Return the rows of an array for every rank.
 
     Args:
@@ -43,7 +43,7 @@ def shares(call: Call, array: Array, **given: Splits | None) -> list[int]:
     return rows
 
 
-def unfit(
+def output_mismatch(
     group: Group,
     operation: str,
     row: tuple[int, ...],
@@ -62,7 +62,7 @@ def unfit(
     wrong = {
         rank: f"out has the wrong shape, expected {(right, *row)}, got {(n, *row)}"
         for rank, (n, right) in enumerate(zip(given, expected, strict=True))
-        if n not in (NEW.number, right)
+        if n not in (ALLOCATE.number, right)
     }
     if not wrong:
         return None

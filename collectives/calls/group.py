@@ -13,21 +13,21 @@ import weakref
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, TypeVar, cast
 
-from collectives.core import settings, topology; from collectives.tracing import timeline
 from collectives.algorithms import hierarchical, node_stages
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.cost_model import RankLayout
+from collectives.calls.group_registry import GroupRegistry, Registration
+from collectives.core import settings, topology
 from collectives.core.errors import CollectiveError, CollectiveTimeout, PeerFailure
 from collectives.kernels import buffer_address
 from collectives.launch.open_mpi import is_fault_tolerant
 from collectives.node import engine
-from collectives.tracing import call_sites, recorder, peer_status
-from collectives.calls.group_registry import GroupRegistry, Registration
+from collectives.tracing import call_sites, peer_status, recorder, timeline
 from collectives.tracing.recorder import NO_FIELDS, Record
-from collectives.tracing.timeline_events import Members, Watch, Watcher
+from collectives.tracing.timeline_events import CallListener, CallTracer, GroupInfo
 from collectives.transport import liveness
 from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["Group", "open_groups", "watch_all"]
+__all__ = ["Group", "open_groups", "attach_listeners_to_all"]
 
 # UNISONO_CHECK=sample compares the first calls, where programs are wrong from the start, and then
 # every so many, where ranks drift apart. Counted per group, so that all ranks choose alike.
@@ -55,10 +55,10 @@ def _refuse_in_child() -> None:
 os.register_at_fork(after_in_child=_refuse_in_child)
 
 
-def watch_all() -> None:
+def attach_listeners_to_all() -> None:
     """Let all groups find out that there is a timeline, or none any more."""
     for group in list(_groups):
-        group.watch()
+        group.attach_listeners()
 
 
 def open_groups() -> list[Group]:
@@ -114,43 +114,45 @@ class Group:
         self.local_rank, self.local_size, self.node_rank, self.num_nodes = nodes
         self.settings = configuration or settings.from_environment()
         self.recorder = recorder.Recorder(name, transport.rank, transport.size)
-        self.status: peer_status.Board | None = None
+        self.status: peer_status.StatusBoard | None = None
         machine = self.settings.links.machine
-        self.layout = Layout(self.size, self.num_nodes, machine)
+        self.layout = RankLayout(self.size, self.num_nodes, machine)
         self.levels_by_messages = hierarchical.levels(transport, self.leaders, machine)
         self.levels = self.levels_by_messages
         self.node_engine: engine.Engine | None = None
         self.plans: dict[object, Any] = {}
-        self.look = buffer_address.in_python
-        self.number = 0
-        self.splits_made = 0
+        self.address_reader = buffer_address.in_python
+        self.call_number = 0
+        self.child_count = 0
         self.tagged_groups_made = 0
         self.registry = GroupRegistry()
         self._registration: Registration | None = None
         self.unusable: str | None = None
         self.gate: Any = None
         self._collided = False  # two threads called at once; the other ranks are not informed yet
-        self.watcher: Watcher | None = None
-        self._watch: Watch | None = None
+        self.listener: CallListener | None = None
+        self._tracer: CallTracer | None = None
         self._met = False  # whether the ranks of a node have tried to make an engine
         self._kept: dict[Callable[..., Any], Any] = {}
         _groups.add(self)
-        self.watch()
+        self.attach_listeners()
 
-    def watch(self) -> None:
+    def attach_listeners(self) -> None:
         """Find out who is to be told of operations: other ranks of the node, and a timeline."""
-        self.watcher, self._watch = self.status, None
+        self.listener, self._tracer = self.status, None
         if self.node_engine is not None:
-            self.node_engine.note_times(timeline.running is not None)
+            self.node_engine.enable_tracing(timeline.running is not None)
         if timeline.running is not None:
             ranks = self.transport if self.num_nodes == 1 else self.levels.node
             world = self.world_ranks
-            members = Members(
+            members = GroupInfo(
                 self.recorder.name, world, self.leaders, self.rank, self.num_nodes == 1
             )
-            here = [world[ranks.number(rank)] for rank in range(ranks.size)]
-            self._watch = Watch(timeline.running, members, self.status, self.node_engine, here)
-            self.watcher = self._watch
+            here = [world[ranks.parent_rank(rank)] for rank in range(ranks.size)]
+            self._tracer = CallTracer(
+                timeline.running, members, self.status, self.node_engine, here
+            )
+            self.listener = self._tracer
 
     @property
     def world_ranks(self) -> Sequence[int]:
@@ -171,13 +173,13 @@ class Group:
         if self._registration is not None:
             self.registry.remove(self._registration)
 
-    def kept(self, make: Callable[[Group], T]) -> T:
+    def state_of(self, make: Callable[[Group], T]) -> T:
         """Return what an operation keeps between its calls, made when it is first asked for."""
         if make not in self._kept:
             self._kept.setdefault(make, make(self))  # by one of two threads
         return cast(T, self._kept[make])
 
-    def close_kept(self, make: Callable[[Group], Any]) -> None:
+    def close_state_of(self, make: Callable[[Group], Any]) -> None:
         """Close the object that `kept(make)` has made, if there is one."""
         if make in self._kept:
             self._kept[make].close()
@@ -186,8 +188,8 @@ class Group:
         """Return a deadline that begins now; the timeout of the settings if None."""
         limit = self.settings.timeout if timeout is None else timeout
         deadline = Deadline(operation, limit, self.settings.stall_warning, self._missing)
-        if self._watch is not None:
-            deadline.waits = self._watch.waits()
+        if self._tracer is not None:
+            deadline.waits = self._tracer.waits()
         return deadline
 
     def begin(
@@ -197,23 +199,25 @@ class Group:
 
         Of its callers the first `ours`, from this method on, are no user's: a look costs 0.1 us.
         """
-        record = self.recorder.begin(self.number, operation, fields, ours)
-        if self.watcher is not None:
-            self.watcher.enter(record)
+        record = self.recorder.begin(self.call_number, operation, fields, ours)
+        if self.listener is not None:
+            self.listener.enter(record)
         return record
 
     def end(self, record: Record, error: BaseException | None) -> None:
         """Record that it ends; write all records to a file if a rank was missing or dead."""
         record.end(error)
-        if self.watcher is not None:
-            self.watcher.leave(record)
+        if self.listener is not None:
+            self.listener.leave(record)
         if error is not None and isinstance(error, (CollectiveTimeout, PeerFailure)):
             recorder.write(f"{record.operation}: {type(error).__name__}")
 
-    def planned(self, operation: str, fields: Mapping[str, object]) -> None:
+    def note_cached_call(self, operation: str, fields: Mapping[str, object]) -> None:
         """Tell the timeline of a call that is over and was not recorded; three callers are ours."""
-        if self._watch is not None:
-            self._watch.met(operation, fields, self.number, call_sites.caller(4))
+        if self._tracer is not None:
+            self._tracer.add_cached_call(
+                operation, fields, self.call_number, call_sites.call_site(4)
+            )
 
     def close(self) -> None:
         """Refuse later calls, and give back what the ranks share."""
@@ -227,7 +231,7 @@ class Group:
         self.plans.clear()
         self._kept.clear()
 
-    def give_up(self, reason: str) -> None:
+    def revoke(self, reason: str) -> None:
         """Refuse later calls for a reason, alone, and let the other ranks leave theirs.
 
         Where the MPI library outlives its ranks, they get `PeerFailure`, and may `shrink`; where it
@@ -260,8 +264,8 @@ class Group:
             return
         if self._collided and self.gate is self.unusable:  # the call of the first thread is over
             self._collided = False
-            self.transport.pass_on(self.rank, f"has stopped, since {self.unusable}")
-            self.give_up(self.unusable)
+            self.transport.propagate_failure(self.rank, f"has stopped, since {self.unusable}")
+            self.revoke(self.unusable)
         raise CollectiveError(
             f"{operation}: this communicator is not usable any more, since {self.unusable} "
             f"({self.transport.where})"
@@ -284,7 +288,7 @@ class Group:
         second = threading.current_thread().name
         self._collided = True
         self.refuse_calls(f"threads {first} and {second} called it at the same time")
-        liveness.limit_exit(max(self.settings.timeout, _LEAST_EXIT_SECONDS))
+        liveness.arm(max(self.settings.timeout, _LEAST_EXIT_SECONDS))
         raise CollectiveError(
             f"{operation}: another thread ({first}) is in {under_way.operation} on this "
             f"communicator, expected one thread at a time, got a call by thread {second}; give "
@@ -304,7 +308,7 @@ class Group:
             time.sleep(1e-4)
         return True
 
-    def meeting(self, deadline: Deadline) -> engine.Engine | None:
+    def shared_memory_engine(self, deadline: Deadline) -> engine.Engine | None:
         """Return the node engine if all ranks meet there, None where messages have to serve.
 
         It is made in the first call, in which all ranks take part, however it ends. Where there are
@@ -314,7 +318,7 @@ class Group:
             try:
                 self._meet(deadline)
             except BaseException as error:
-                self.failed(deadline.operation, error)
+                self.mark_failed(deadline.operation, error)
                 raise
             self._met = True
         return self.node_engine if self.num_nodes == 1 else None
@@ -326,33 +330,33 @@ class Group:
         made = engine.start(ranks, self.settings.shared_memory, deadline)
         deadline.peer_has_come = None
         if made is not None:
-            made.choose_stores(self.settings.stores)
-            names = [self.transport.name([ranks.number(rank)]) for rank in range(ranks.size)]
+            made.set_store_mode(self.settings.stores)
+            names = [self.transport.name([ranks.parent_rank(rank)]) for rank in range(ranks.size)]
             self.node_engine = made
-            self.status = peer_status.Board(made.notes, ranks.rank, names)
+            self.status = peer_status.StatusBoard(made.notes, ranks.rank, names)
             made.last_call = self.status.last
             self.levels = node_stages.in_shared_memory(self.levels, made)
-            self.watch()
+            self.attach_listeners()
         if is_fault_tolerant() and self.local_rank == 0:
             engine.compile_ahead()  # a smaller group may make calls of other kinds
 
     @property
-    def sends_messages(self) -> bool:
+    def uses_messages(self) -> bool:
         """Whether the ranks send messages in their operations; known after the first call."""
         return self.size > 1 and not (self.num_nodes == 1 and self.node_engine)
 
     @property
-    def checked(self) -> bool:
+    def verifies(self) -> bool:
         """Whether the ranks compare their descriptions of the current call by messages."""
         if self.settings.check == "sample":
-            return self.number <= _SAMPLE_FIRST or self.number % _SAMPLE_EVERY == 0
+            return self.call_number <= _SAMPLE_FIRST or self.call_number % _SAMPLE_EVERY == 0
         return self.settings.check == "always"
 
-    def failed(self, operation: str, error: BaseException) -> None:
+    def mark_failed(self, operation: str, error: BaseException) -> None:
         """Refuse later calls, which would meet what is left of this one.
 
         The end of MPI is one more wait for the others, and gets a limit, too.
         """
         self.refuse_calls(f"{operation} failed: {type(error).__name__}: {error}")
         self._unregister()
-        liveness.limit_exit(max(self.settings.timeout, _LEAST_EXIT_SECONDS))
+        liveness.arm(max(self.settings.timeout, _LEAST_EXIT_SECONDS))

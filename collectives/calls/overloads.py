@@ -30,15 +30,15 @@ else:
 
 __all__ = [
     "A",
-    "Compressing",
+    "CompressionOptions",
     "Detachable",
     "Numbers",
-    "Reducing",
-    "Sharing",
+    "ReduceOptions",
+    "ReduceScatterOptions",
     "Splits",
-    "Splitting",
+    "ScatterOptions",
     "Unpack",
-    "Waiting",
+    "CommonOptions",
 ]
 
 A = TypeVar("A")
@@ -58,20 +58,20 @@ class Detachable(Protocol[A_co]):
         """Return a tensor without a gradient."""
 
 
-class Waiting(TypedDict, total=False):
+class CommonOptions(TypedDict, total=False):
     """Options of every operation."""
 
     algorithm: str
     timeout: float | None
 
 
-class Splitting(Waiting, total=False):
+class ScatterOptions(CommonOptions, total=False):
     """Options of an operation that shares rows."""
 
     splits: Splits | None
 
 
-class Reducing(Waiting, total=False):
+class ReduceOptions(CommonOptions, total=False):
     """Options of a reduction."""
 
     op: Op
@@ -79,13 +79,13 @@ class Reducing(Waiting, total=False):
     postscale: float
 
 
-class Sharing(Reducing, total=False):
+class ReduceScatterOptions(ReduceOptions, total=False):
     """Options of a reduction that shares rows."""
 
     counts: Splits | None
 
 
-class Compressing(Reducing, total=False):
+class CompressionOptions(ReduceOptions, total=False):
     """Options of a reduction that may round."""
 
     compression: Compression | None

@@ -10,17 +10,17 @@ from collectives.arrays import host_arrays
 from collectives.arrays.host_arrays import Array, address
 from collectives.calls.call import Call
 
-__all__ = ["check_target", "memory", "room"]
+__all__ = ["check_out", "pin", "output"]
 
 
-def memory(call: Call, x: Any) -> Array:
+def pin(call: Call, x: Any) -> Array:
     """Return the memory of a caller's array, which later calls go to.
 
     Raises:
         TypeError, ValueError: it is not host memory that can be written, or not contiguous.
     """
-    like = host_arrays.borrow(x, operation=call.operation).host
-    array, _ = host_arrays.borrow_out(x, like.shape, like.dtype, operation=call.operation)
+    like = host_arrays.host_view(x, operation=call.operation).host
+    array, _ = host_arrays.check_out(x, like.shape, like.dtype, operation=call.operation)
     if array is None:
         raise TypeError(
             f"{call.operation}: the array must be in host memory, "
@@ -34,7 +34,7 @@ def memory(call: Call, x: Any) -> Array:
     return array
 
 
-def check_target(call: Call, out: Any, target: Array | None) -> None:
+def check_out(call: Call, out: Any, target: Array | None) -> None:
     """Refuse an `out` that no call can write into as it is."""
     if out is not None and target is None:
         raise TypeError(
@@ -48,7 +48,7 @@ def check_target(call: Call, out: Any, target: Array | None) -> None:
         )
 
 
-def room(
+def output(
     call: Call,
     target: Array | None,
     shape: tuple[int, ...],
@@ -61,7 +61,7 @@ def room(
     Raises:
         ValueError: it is in use.
     """
-    result, flat = host_arrays.room(target, shape, dtype, source, before)
+    result, flat = host_arrays.output(target, shape, dtype, source, before)
     if flat.size and address(flat) != address(result):
         raise ValueError(f"{call.operation}: out and the array share memory at other places")
     return result, flat

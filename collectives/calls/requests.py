@@ -24,14 +24,14 @@ from collectives.transport.header import Envelope
 if TYPE_CHECKING:
     from typing_extensions import Self
 
-__all__ = ["Job", "Request", "warn_of"]
+__all__ = ["RequestState", "Request", "warn_unwaited"]
 
 log = logging.getLogger(__name__)
 
 T = TypeVar("T")
 
 
-class Job:
+class RequestState:
     """One operation under way, and what became of it.
 
     Args:
@@ -42,7 +42,7 @@ class Job:
 
     def __init__(self, name: str, drive: Callable[[float | None], None] | None = None) -> None:
         self.name = name
-        self.origin = call_sites.origin()
+        self.origin = call_sites.current_origin()
         self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.trace: TracebackType | None = None  # of the operation's error
         self.process = os.getpid()
@@ -85,7 +85,7 @@ class Request(Generic[T]):
     if it had one. Any thread may wait, several at once and more than once.
     """
 
-    def __init__(self, job: Job) -> None:
+    def __init__(self, job: RequestState) -> None:
         self._job = job
 
     def done(self) -> bool:
@@ -201,7 +201,7 @@ class Request(Generic[T]):
             log.warning("nobody waited for %s (%s)", job, self._state())
 
 
-def warn_of(jobs: Sequence[Job]) -> None:
+def warn_unwaited(jobs: Sequence[RequestState]) -> None:
     """Warn of what nobody has waited for, and is not done when its communicator is closed."""
     names = [str(job) for job in jobs if not job.settled]
     for job in jobs:

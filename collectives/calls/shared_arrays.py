@@ -10,7 +10,7 @@ import numpy.typing as npt
 
 from collectives.arrays import specs
 from collectives.arrays.host_arrays import Array
-from collectives.calls.call import Call, enter
+from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
 
 __all__ = ["allocate", "shared_empty"]
@@ -48,8 +48,8 @@ def shared_empty(
 
     Cost: the bytes of all ranks' arrays in `/dev/shm`, allocated at once.
     """
-    with enter(group, "shared_empty", timeout) as call:
-        kind = specs.numpy_kind(shape, dtype, operation=call.operation)
+    with begin_call(group, "shared_empty", timeout) as call:
+        kind = specs.numpy_spec(shape, dtype, operation=call.operation)
         call.describe(shape=kind.shape, dtype=kind.dtype)
         call.agree()
         memory = allocate(call, kind.nbytes)

@@ -35,16 +35,16 @@ from typing import Literal, NoReturn, get_args
 
 import numpy as np
 
-from collectives.core import settings, tuning_file
-from collectives.algorithms import recursive_doubling, halving_doubling
+from collectives.algorithms import halving_doubling, recursive_doubling
 from collectives.arrays import reduction
-from collectives.core.errors import LaunchError, in_turn
-from collectives.core.links import Link, Links, Machine
 from collectives.calls import signature
+from collectives.core import settings, tuning_file
+from collectives.core.errors import LaunchError, in_turn
+from collectives.core.links import LinkCost, Machine, MeasuredMachine
 from collectives.core.settings import Settings
 from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["library_takes_device_memory", "settle"]
+__all__ = ["library_takes_device_memory", "negotiate"]
 
 log = logging.getLogger(__name__)
 
@@ -69,7 +69,7 @@ def library_takes_device_memory() -> bool:
     return query is not None and bool(query())
 
 
-def settle(own: Settings, transport: Transport, leaders: Sequence[int] = ()) -> Settings:
+def negotiate(own: Settings, transport: Transport, leaders: Sequence[int] = ()) -> Settings:
     """Return this rank's settings with those that all ranks share; *collective*.
 
     Args:
@@ -117,7 +117,7 @@ def settle(own: Settings, transport: Transport, leaders: Sequence[int] = ()) -> 
     if not text.startswith(b"["):
         raise ValueError(text.decode(errors="replace"))
     machine, sources, timeline = json.loads(text)
-    known = Links(Machine(*(Link(*numbers) for numbers in machine)), tuple(sources))
+    known = MeasuredMachine(Machine(*(LinkCost(*numbers) for numbers in machine)), tuple(sources))
     cuda_aware: Literal["on", "off"] = "off" if page[_STAGED] else "on"
     return dataclasses.replace(
         own, check=check, cuda_aware=cuda_aware, links=known, timeline=timeline
@@ -165,7 +165,7 @@ def _raise_different(
 def _links(own: Settings) -> str:
     """Return what rank 0 finds, as JSON, or else in words why it finds nothing."""
     try:
-        return json.dumps([*tuning_file.found(own, os.environ), own.timeline])
+        return json.dumps([*tuning_file.load_links(own, os.environ), own.timeline])
     except ValueError as error:
         return str(error)
     except Exception as error:

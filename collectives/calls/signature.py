@@ -16,9 +16,9 @@ import numpy as np
 from collectives.algorithms import halving_doubling
 from collectives.core.errors import MismatchError, in_turn, some
 from collectives.tracing import call_sites
-from collectives.transport.transport import Deadline, Transport, named
+from collectives.transport.transport import Deadline, Transport, describe_ranks
 
-__all__ = ["NUMBER", "Description", "differences", "digest", "numbered", "raise_mismatch"]
+__all__ = ["NUMBER", "Description", "differences", "hash_of", "with_number", "raise_mismatch"]
 
 Description = dict[str, object]
 
@@ -37,7 +37,7 @@ _WHYS = 8
 
 
 def differences(
-    calls: Sequence[Mapping[str, object]], name: Callable[[Sequence[int]], str] = named
+    calls: Sequence[Mapping[str, object]], name: Callable[[Sequence[int]], str] = describe_ranks
 ) -> str:
     """Say which fields differ, and on which ranks.
 
@@ -68,7 +68,7 @@ def raise_mismatch(transport: Transport, call: Description, deadline: Deadline) 
 
     With each description comes where its rank stands, which need not be equal.
     """
-    site, entry = call_sites.origin()
+    site, entry = call_sites.current_origin()
     place = {_SITE: str(site)[-_SITE_CHARACTERS:], _ENTRY: entry}
     lines = np.zeros((transport.size, _TEXT_BYTES), np.uint8)
     own = _text(place | call).encode()[:_TEXT_BYTES]
@@ -120,15 +120,15 @@ def _parse(text: str) -> dict[str, str]:
     return {name: value for name, _, value in pairs}
 
 
-def digest(call: Description) -> int:
+def hash_of(call: Description) -> int:
     """Return 64 bits that tell descriptions apart."""
     number = call.get(NUMBER)
     if not isinstance(number, int):
         return _digest(tuple(call.items()))
-    return numbered(_digest(tuple(item for item in call.items() if item[0] != NUMBER)), number)
+    return with_number(_digest(tuple(item for item in call.items() if item[0] != NUMBER)), number)
 
 
-def numbered(rest: int, number: int) -> int:
+def with_number(rest: int, number: int) -> int:
     """Return the digest of a description that is known but for its number."""
     # In two's complement; the odd factor spreads the numbers over all 64 bits.
     return (rest + number * 0x9E3779B97F4A7C15 + (1 << 63)) % (1 << 64) - (1 << 63)

@@ -25,34 +25,34 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives.algorithms import recursive_doubling, hierarchical, eager, selection
-from collectives.algorithms.cost_model import Layout
-from collectives.algorithms.eager import HEAD_BYTES, Letters
+from collectives.algorithms import eager, hierarchical, recursive_doubling, selection
+from collectives.algorithms.cost_model import RankLayout
+from collectives.algorithms.eager import HEAD_BYTES, EagerExchange
 from collectives.arrays import device, reduction
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import MAX, Op
-from collectives.calls.signature import Description, raise_mismatch
 from collectives.calls.group import Group
+from collectives.calls.signature import Description, raise_mismatch
 from collectives.transport.transport import Deadline, Transport
 
 __all__ = [
-    "CARRIED_BYTES",
-    "LETTER_BYTES",
-    "MOST_SPEAKERS",
+    "MAX_PAYLOAD_BYTES",
+    "MESSAGE_BYTES",
+    "MAX_SPEAKERS",
     "NOTHING",
-    "Contribution",
-    "agree",
-    "by_nodes",
-    "letters_of",
-    "most",
+    "Piggyback",
+    "verify",
+    "per_node",
+    "eager_exchange_of",
+    "max_piggyback_bytes",
     "seconds",
 ]
 
 # How much of a small operation travels with its comparison. An exchange of 16 bytes / 3 KiB / 4,032
 # bytes / 16 KiB from Python, in us: 2 ranks of a node by messages 7.6 / 8.2 / 11.1 / 12.4, where
 # MPI begins to ask the receiver before it sends; 2 machines at 1 Gbit/s 53 / 45 / 48 / 54.
-LETTER_BYTES = 3072
-CARRIED_BYTES = LETTER_BYTES - HEAD_BYTES
+MESSAGE_BYTES = 3072
+MAX_PAYLOAD_BYTES = MESSAGE_BYTES - HEAD_BYTES
 
 # How much of an all-reduce travels with its comparison in compiled code at most, where one rank of
 # a node sends; more of them share the node's line, in every round. 4 machines of 2 ranks, 8
@@ -67,10 +67,10 @@ _CARRIED_STEP = 1 << 10
 # Ranks of a node up to which each exchanges letters with those of other nodes; beyond, one of them
 # speaks for all, since a node's line takes the letters of its ranks one after the other. 4 machines
 # of 2 ranks, 512 bytes: all of them 1.04 ms, one of each machine 3.4 ms.
-MOST_SPEAKERS = 8
+MAX_SPEAKERS = 8
 
 
-class Contribution(NamedTuple):
+class Piggyback(NamedTuple):
     """What a rank adds to an operation that travels with the comparison.
 
     Attributes:
@@ -84,15 +84,15 @@ class Contribution(NamedTuple):
     op: Op
 
 
-NOTHING = Contribution(np.empty(0, np.uint8), MAX)
+NOTHING = Piggyback(np.empty(0, np.uint8), MAX)
 
 
-def agree(
+def verify(
     group: Group,
     own: int,
     call: Description,
     deadline: Deadline,
-    contribution: Contribution = NOTHING,
+    contribution: Piggyback = NOTHING,
 ) -> Array:
     """Return when all ranks describe their call alike.
 
@@ -112,46 +112,52 @@ def agree(
     if group.size == 1:
         return data
     hashes = own, ~own
-    letters = letters_of(group)
-    if by_nodes(group.layout):
+    letters = eager_exchange_of(group)
+    if per_node(group.layout):
         joined = _by_nodes(group, letters, hashes, contribution, deadline)
     elif letters is not None:
-        joined = letters.carry(hashes, data, op, deadline)
+        joined = letters.reduce(hashes, data, op, deadline)
     else:
-        letter = _written(hashes, data)
-        recursive_doubling.combine_all(group.transport, letter, partial(_combine, contribution), deadline)
-        joined = _read(letter, data)
+        letter = _write_letter(hashes, data)
+        recursive_doubling.allgather_combine(
+            group.transport, letter, partial(_combine, contribution), deadline
+        )
+        joined = _read_letter(letter, data)
     if joined is None:
         raise_mismatch(group.transport, call, deadline)
     return joined
 
 
-def letters_of(group: Group) -> Letters | None:
+def eager_exchange_of(group: Group) -> EagerExchange | None:
     """Return what exchanges letters in compiled code; None where Python does."""
-    return group.kept(_letters)
+    return group.state_of(_letters)
 
 
-def _letters(group: Group) -> Letters | None:
+def _letters(group: Group) -> EagerExchange | None:
     if group.size == 1:  # nothing is compiled for a rank alone
         return None
-    ranks = group.levels.network if by_nodes(group.layout) else group.transport
-    return None if ranks is None or ranks.in_c is None else Letters(ranks, most(group.layout))
+    ranks = group.levels.network if per_node(group.layout) else group.transport
+    return (
+        None
+        if ranks is None or ranks.native_mpi is None
+        else EagerExchange(ranks, max_piggyback_bytes(group.layout))
+    )
 
 
-def by_nodes(layout: Layout) -> bool:
+def per_node(layout: RankLayout) -> bool:
     """Whether one rank of each node compares for all of them."""
-    return layout.is_hierarchical and layout.per_node > MOST_SPEAKERS
+    return layout.is_hierarchical and layout.per_node > MAX_SPEAKERS
 
 
 @functools.lru_cache(256)  # groups of the same layout share it
-def most(layout: Layout) -> int:
+def max_piggyback_bytes(layout: RankLayout) -> int:
     """Return how many bytes of an all-reduce travel with its comparison in compiled code.
 
     As many as go faster so than after it, by the cost model; equal on all ranks, as the layout is.
     """
-    if by_nodes(layout):
-        return CARRIED_BYTES
-    highest = max(CARRIED_BYTES, min(_MOST_CARRIED_BYTES, _MOST_OF_NODE // layout.per_node))
+    if per_node(layout):
+        return MAX_PAYLOAD_BYTES
+    highest = max(MAX_PAYLOAD_BYTES, min(_MOST_CARRIED_BYTES, _MOST_OF_NODE // layout.per_node))
     compared = eager.seconds(0, layout) + layout.call
 
     def is_slower(nbytes: int) -> bool:
@@ -160,23 +166,23 @@ def most(layout: Layout) -> int:
         assert seconds is not None  # "native" is never picked
         return eager.seconds(nbytes, layout) > compared + seconds(nbytes, layout)
 
-    sizes = range(CARRIED_BYTES, highest + 1, _CARRIED_STEP)
+    sizes = range(MAX_PAYLOAD_BYTES, highest + 1, _CARRIED_STEP)
     first = bisect.bisect_left(sizes, True, key=is_slower)
     return highest if first == len(sizes) else sizes[max(0, first - 1)]
 
 
-def seconds(nbytes: int, layout: Layout) -> float:
+def seconds(nbytes: int, layout: RankLayout) -> float:
     """Return how long a comparison should take with which so many bytes travel."""
-    if by_nodes(layout):
+    if per_node(layout):
         return hierarchical.allreduce_seconds(HEAD_BYTES + nbytes, layout.compiled())
     return eager.seconds(nbytes, layout)
 
 
 def _by_nodes(
     group: Group,
-    letters: Letters | None,
+    letters: EagerExchange | None,
     hashes: tuple[int, int],
-    contribution: Contribution,
+    contribution: Piggyback,
     deadline: Deadline,
 ) -> Array | None:
     """Compare and combine inside the nodes, then between one rank of each."""
@@ -185,47 +191,47 @@ def _by_nodes(
 
     def between(network: Transport, letter: Array) -> None:
         if letters is None:
-            recursive_doubling.combine_all(network, letter, combine, deadline)
+            recursive_doubling.allgather_combine(network, letter, combine, deadline)
             return
         smallest, inverse = letter[:HEAD_BYTES].view(np.int64).tolist()
-        joined = letters.carry((smallest, inverse), _carried(letter, data), op, deadline)
+        joined = letters.reduce((smallest, inverse), _payload_of(letter, data), op, deadline)
         if joined is None:
             letter[:HEAD_BYTES] = 0  # no hash and its inverse
         else:
-            _carried(letter, data)[:] = joined
+            _payload_of(letter, data)[:] = joined
 
-    letter = _written(hashes, data)
-    hierarchical.double(group.levels, letter, combine, between, deadline)
-    return _read(letter, data)
+    letter = _write_letter(hashes, data)
+    hierarchical.allreduce_custom(group.levels, letter, combine, between, deadline)
+    return _read_letter(letter, data)
 
 
-def _written(hashes: tuple[int, int], data: Array) -> Array:
+def _write_letter(hashes: tuple[int, int], data: Array) -> Array:
     """Write a letter."""
-    letter = np.zeros(LETTER_BYTES, np.uint8)
+    letter = np.zeros(MESSAGE_BYTES, np.uint8)
     letter[:HEAD_BYTES].view(np.int64)[:] = hashes
-    _carried(letter, data)[:] = data
+    _payload_of(letter, data)[:] = data
     return letter
 
 
-def _read(letter: Array, like: Array) -> Array | None:
+def _read_letter(letter: Array, like: Array) -> Array | None:
     """Return the contribution in a letter, None if it says that ranks disagree."""
     smallest, inverse = letter[:HEAD_BYTES].view(np.int64)
     if smallest != ~inverse:
         return None
-    joined = _carried(letter, like)
+    joined = _payload_of(letter, like)
     device.canonical_nans(joined)
     return joined
 
 
-def _combine(contribution: Contribution, ours: Array, theirs: Array) -> None:
+def _combine(contribution: Piggyback, ours: Array, theirs: Array) -> None:
     """Take another rank's letter into this one."""
     hashes, others = ours[:HEAD_BYTES].view(np.int64), theirs[:HEAD_BYTES].view(np.int64)
     if hashes.tobytes() == others.tobytes():
         data, op = contribution
-        reduction.combine(op)(_carried(ours, data), _carried(theirs, data))
+        reduction.combine(op)(_payload_of(ours, data), _payload_of(theirs, data))
     np.minimum(hashes, others, out=hashes)
 
 
-def _carried(letter: Array, like: Array) -> Array:
+def _payload_of(letter: Array, like: Array) -> Array:
     """Return the contribution in a letter, of the dtype and size of another one."""
     return letter[HEAD_BYTES : HEAD_BYTES + like.nbytes].view(like.dtype)

@@ -14,7 +14,7 @@ import numpy as np
 
 from collectives.arrays.host_arrays import Array
 
-__all__ = ["Buffers"]
+__all__ = ["BufferPool"]
 
 # Fresh memory costs more than the message (64 MiB on a virtual machine: 140 ms for the first touch,
 # 11 ms for the transfer). So much is kept at most, held by others or not, and no longer frames.
@@ -32,7 +32,7 @@ _PAGE = mmap.PAGESIZE
 _LOOKS = 8
 
 
-class Buffers:
+class BufferPool:
     """Gives memory away, and knows by Python's count of references when it is free again."""
 
     def __init__(self) -> None:
@@ -44,20 +44,20 @@ class Buffers:
     def take(self, length: int) -> Array:
         """Return memory of so many bytes that nobody else holds."""
         if length > _LONGEST:
-            return _in_pages(_room(length), length)
-        whole = _rounded(length)
+            return _in_pages(_page_aligned(length), length)
+        whole = _round_up(length)
         same = self._kept.setdefault(whole, deque())
         self._kept.move_to_end(whole)
         for _ in range(min(_LOOKS, len(same))):
             same.rotate(-1)
             if _holders(same) <= self._free:
                 return _in_pages(same[-1], length)
-        same.append(_room(whole))
+        same.append(_page_aligned(whole))
         self._bytes += whole
-        self._forget()
+        self._evict()
         return _in_pages(same[-1], length)
 
-    def _forget(self) -> None:
+    def _evict(self) -> None:
         """Let go what was not used for longest, while this is too much."""
         while self._bytes > _KEPT_BYTES:
             length, oldest = next(iter(self._kept.items()))
@@ -68,7 +68,7 @@ class Buffers:
                 del self._kept[length]
 
 
-def _room(length: int) -> Array:
+def _page_aligned(length: int) -> Array:
     """Return memory in which so many bytes find a place at the beginning of a page."""
     return np.empty(length + _PAGE - 1, np.uint8)
 
@@ -79,7 +79,7 @@ def _in_pages(room: Array, length: int) -> Array:
     return room[start : start + length]
 
 
-def _rounded(length: int) -> int:
+def _round_up(length: int) -> int:
     """Return a length that up to 25 % shorter ones share."""
     step = 1 << max(0, length.bit_length() - 3)
     return -(-length // step) * step

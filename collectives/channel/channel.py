@@ -20,22 +20,22 @@ import numpy as np
 
 from collectives.algorithms import ring
 from collectives.arrays.host_arrays import Array, raw_bytes
-from collectives.channel.buffer_pool import Buffers
+from collectives.channel.buffer_pool import BufferPool
 from collectives.channel.doorbell import Doorbell
-from collectives.channel.frames import read, write
+from collectives.channel.frames import decode, encode
 from collectives.core.errors import CollectiveError, PeerFailure
+from collectives.transport.backoff import BackoffPolicy, Deadline, PendingMessage
 from collectives.transport.mailbox import Mailbox
 from collectives.transport.transport import Transport
-from collectives.transport.backoff import Deadline, Message, Pace
 
-__all__ = ["Channel", "Incoming", "open_channel"]
+__all__ = ["Channel", "ReceivedMessage", "open_channel"]
 
 Bytes = bytes | Array
 
 # After something has moved, look again after an eighth of the time that has passed since: an answer
 # is noticed 12 % late. A rank that every other one can wake looks rarely, only to hear of deaths;
 # one that cannot be woken, 250 times a second (0.5 % of a core; 500 times cost 1.0 %).
-_ALONE = Pace(yields=0.0002, share=1 / 8, shortest=0.00005, longest=0.004)
+_ALONE = BackoffPolicy(yields=0.0002, share=1 / 8, shortest=0.00005, longest=0.004)
 _WOKEN = _ALONE._replace(longest=0.1)
 
 # What is under way may need many looks: MPI moves a piece of it at each, and both sides have to
@@ -48,7 +48,7 @@ _SHORTEST_BELL = 0.001  # seconds; what the kernel's wait for a pipe can count
 _LOOKS = 2
 
 
-class Incoming(NamedTuple):
+class ReceivedMessage(NamedTuple):
     """A message that has arrived: who sent it, and its frames, shape (n,), uint8, our own."""
 
     source: int
@@ -126,9 +126,9 @@ class Channel:
         self._woken = woken_by_all
         self._pace = _WOKEN if woken_by_all else _ALONE
         self._lock = threading.Lock()  # of what sending changes
-        self._sent: deque[Message] = deque()  # not known to be done
-        self._arriving: dict[int, deque[_Arriving]] = {}
-        self._buffers = Buffers()
+        self._sent: deque[PendingMessage] = deque()  # not known to be done
+        self._arriving: dict[int, deque[_PartialMessage]] = {}
+        self._buffers = BufferPool()
         self._moved = time.monotonic()  # when something was sent or received
         self._closed = False
         _channels.add(self)
@@ -150,7 +150,7 @@ class Channel:
             CollectiveError: the channel is closed.
             ValueError: too many frames.
         """
-        head, long = write(
+        head, long = encode(
             [np.frombuffer(f, np.uint8) if isinstance(f, bytes) else raw_bytes(f) for f in frames]
         )
         with self._lock:
@@ -158,7 +158,7 @@ class Channel:
                 raise CollectiveError(f"send: the channel is closed (rank {self.rank})")
             if dest in self._mailbox.dead():
                 return
-            under_way = [self._mailbox.post(head, dest)]
+            under_way = [self._mailbox.send_nowait(head, dest)]
             under_way += [self._mailbox.send(frame, dest) for frame in long]
             under_way = [delivery for delivery in under_way if not delivery.done()]
             self._sent.extend(under_way)
@@ -167,7 +167,7 @@ class Channel:
             if under_way:
                 self._bell.ring()  # our own thread has to keep MPI going
 
-    def poll(self) -> Incoming | None:
+    def poll(self) -> ReceivedMessage | None:
         """Return a message that has arrived, or None. In the receiving thread.
 
         Messages of one rank come in the order in which it sent them.
@@ -176,11 +176,11 @@ class Channel:
             CollectiveError: what has arrived is not a message, or MPI reports an error.
         """
         for _ in range(_LOOKS):
-            while (found := self._mailbox.collect()) is not None:
+            while (found := self._mailbox.poll()) is not None:
                 source, head = found
                 self._moved = time.monotonic()
                 with contextlib.suppress(PeerFailure):  # what its sender did not live to finish
-                    arriving = _Arriving(self._mailbox, source, head, self._buffers.take)
+                    arriving = _PartialMessage(self._mailbox, source, head, self._buffers.take)
                     self._arriving.setdefault(source, deque()).append(arriving)
         with self._lock:
             while self._sent and self._sent[0].done():
@@ -199,7 +199,7 @@ class Channel:
             if queue:
                 self._arriving[source] = queue  # behind the others, so that each has its turn
             self._moved = time.monotonic()
-            return Incoming(source, frames)
+            return ReceivedMessage(source, frames)
         return None
 
     def wait(self, seconds: float) -> None:
@@ -238,15 +238,15 @@ class Channel:
                 self._bell.close()
 
 
-class _Arriving:
+class _PartialMessage:
     """A message whose head has come, and whose long frames are coming."""
 
     def __init__(
         self, mailbox: Mailbox, source: int, head: Array, buffer: Callable[[int], Array]
     ) -> None:
         self.frames: list[Array] = []
-        self._coming: deque[Message] = deque()
-        for length, start in read(head, source):
+        self._coming: deque[PendingMessage] = deque()
+        for length, start in decode(head, source):
             if start is None:
                 frame = buffer(length)
                 self._coming.append(mailbox.receive(frame, source))

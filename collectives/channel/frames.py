@@ -18,7 +18,7 @@ import numpy as np
 from collectives.arrays.host_arrays import Array
 from collectives.core.errors import CollectiveError
 
-__all__ = ["read", "write"]
+__all__ = ["decode", "encode"]
 
 _MAGIC = 0x51C0
 _PREFIX = struct.Struct("<HxxI")  # magic, number of frames
@@ -32,7 +32,7 @@ _HEAD = 1 << 18
 _ALIGN = 16
 
 
-def write(frames: Sequence[Array]) -> tuple[Array, list[Array]]:
+def encode(frames: Sequence[Array]) -> tuple[Array, list[Array]]:
     """Return the head and the long frames of a message.
 
     Args:
@@ -47,7 +47,7 @@ def write(frames: Sequence[Array]) -> tuple[Array, list[Array]]:
             f"{_MOST_BYTES} bytes, got {len(frames)} and {sum(frame.size for frame in frames)}"
         )
     lengths = [frame.size for frame in frames]
-    places = list(_places(lengths))
+    places = list(_offsets(lengths))
     ends = [at + n for at, n in zip(places, lengths, strict=True) if at is not None]
     start = _PREFIX.size + 8 * len(frames)
     head = np.empty(max([start, *ends]), np.uint8)
@@ -59,7 +59,7 @@ def write(frames: Sequence[Array]) -> tuple[Array, list[Array]]:
     return head, [frame for frame, at in zip(frames, places, strict=True) if at is None]
 
 
-def read(head: Array, source: int) -> list[tuple[int, int | None]]:
+def decode(head: Array, source: int) -> list[tuple[int, int | None]]:
     """Return length, and place in the head if it has one, of each frame of a message.
 
     Raises:
@@ -69,7 +69,7 @@ def read(head: Array, source: int) -> list[tuple[int, int | None]]:
     start = _PREFIX.size + 8 * count
     good = magic == _MAGIC and count <= _MOST_FRAMES and start <= head.size
     lengths = head[_PREFIX.size : start].view(np.uint64).tolist() if good else []
-    places = list(_places(lengths))
+    places = list(_offsets(lengths))
     ends = [at + n for at, n in zip(places, lengths, strict=True) if at is not None]
     if not good or sum(lengths) > _MOST_BYTES or max([start, *ends]) != head.size:
         raise CollectiveError(
@@ -79,7 +79,7 @@ def read(head: Array, source: int) -> list[tuple[int, int | None]]:
     return list(zip(lengths, places, strict=True))
 
 
-def _places(lengths: Sequence[int]) -> Iterator[int | None]:
+def _offsets(lengths: Sequence[int]) -> Iterator[int | None]:
     """Yield where in the head each frame begins; None for a long one."""
     end = _PREFIX.size + 8 * len(lengths)
     for length in lengths:

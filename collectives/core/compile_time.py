@@ -16,7 +16,7 @@ import weakref
 from collections.abc import Iterator
 from typing import Protocol
 
-__all__ = ["Notes", "keep_noted", "preparing", "seconds"]
+__all__ = ["Notes", "keep_noted", "measure", "total_seconds"]
 
 
 class Notes(Protocol):
@@ -44,7 +44,7 @@ os.register_at_fork(after_in_child=_forget)
 
 
 @contextlib.contextmanager
-def preparing() -> Iterator[None]:
+def measure() -> Iterator[None]:
     """Count the time of a block as preparation, and show it in the notes."""
     _add_blocks(1)
     try:
@@ -74,6 +74,6 @@ def keep_noted(notes: Notes) -> None:
         notes.note_preparation(_since)
 
 
-def seconds() -> float:
+def total_seconds() -> float:
     """Return how long at least one thread of this process has prepared so far."""
     return _seconds

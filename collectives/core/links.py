@@ -16,11 +16,11 @@ from typing import NamedTuple
 
 __all__ = [
     "DEFAULT",
-    "Link",
-    "Links",
+    "LinkCost",
+    "MeasuredMachine",
     "Machine",
     "defaults",
-    "overridden",
+    "with_overrides",
     "parse",
     "seconds",
     "seconds_per_byte",
@@ -28,7 +28,7 @@ __all__ = [
 ]
 
 
-class Link(NamedTuple):
+class LinkCost(NamedTuple):
     """What one way of moving bytes costs."""
 
     alpha: float  # seconds per message
@@ -38,7 +38,7 @@ class Link(NamedTuple):
     program: float = math.inf  # of alpha, what each of a message's two programs takes; at most half
     call: float = 0.0  # seconds of Python before the messages of a call, whatever its size
 
-    def compiled(self) -> Link:
+    def compiled(self) -> LinkCost:
         """Return what messages of compiled code cost (`algorithms.letters`)."""
         return self._replace(alpha=min(self.alpha, self.letter))
 
@@ -46,9 +46,9 @@ class Link(NamedTuple):
 class Machine(NamedTuple):
     """The links of a cluster."""
 
-    shared: Link  # the node engine
-    node: Link  # messages between ranks of a node
-    network: Link  # messages between nodes; beta is that of a node's link, in either direction
+    shared: LinkCost  # the node engine
+    node: LinkCost  # messages between ranks of a node
+    network: LinkCost  # messages between nodes; beta is that of a node's link, in either direction
 
     @property
     def inside(self) -> float:
@@ -66,7 +66,7 @@ class Machine(NamedTuple):
         return min(self.inside, self.network.alpha / 2)
 
 
-class Links(NamedTuple):
+class MeasuredMachine(NamedTuple):
     """The links and where each of them comes from, in words."""
 
     machine: Machine
@@ -81,9 +81,9 @@ class Links(NamedTuple):
 # the number here lies between. A faster network needs figures of its own. `letter`: on two cores of
 # an Intel Xeon.
 DEFAULT = Machine(
-    shared=Link(alpha=3.2e-7, beta=2.3e-11, gamma=2.3e-11),
-    node=Link(alpha=8.2e-6, beta=8e-11, gamma=3.3e-11, letter=2e-6),
-    network=Link(alpha=7e-5, beta=8.5e-9, gamma=3.3e-11, letter=1.4e-5),
+    shared=LinkCost(alpha=3.2e-7, beta=2.3e-11, gamma=2.3e-11),
+    node=LinkCost(alpha=8.2e-6, beta=8e-11, gamma=3.3e-11, letter=2e-6),
+    network=LinkCost(alpha=7e-5, beta=8.5e-9, gamma=3.3e-11, letter=1.4e-5),
 )
 
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "ps": 1e-12}
@@ -101,7 +101,7 @@ def seconds(text: str) -> float:
         >>> seconds("2us"), seconds("0.5 ms"), seconds("1e-6")
         (2e-06, 0.0005, 1e-06)
     """
-    number, unit = _split(text)
+    number, unit = _split_unit(text)
     if unit not in _SECONDS or not 0 < number < math.inf:
         raise ValueError(f"not a time, expected one above 0 as 2us, 0.1ms or 2e-6, got {text!r}")
     return _times(number, _SECONDS[unit])
@@ -117,7 +117,7 @@ def seconds_per_byte(text: str) -> float:
         >>> seconds_per_byte("8GB/s"), seconds_per_byte("1Gbit/s"), seconds_per_byte("0.1ns/B")
         (1.25e-10, 8e-09, 1e-10)
     """
-    number, unit = _split(text)
+    number, unit = _split_unit(text)
     if 0 < number < math.inf:
         if rate := re.fullmatch("([kKMGT]?)(i?)(B|bit)/s", unit):
             prefix, binary, of = rate.groups()
@@ -132,7 +132,7 @@ def seconds_per_byte(text: str) -> float:
     )
 
 
-def _split(text: str) -> tuple[float, str]:
+def _split_unit(text: str) -> tuple[float, str]:
     """Cut "8GB/s" into its number and its unit; not a number where there is none."""
     match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(\D*)", text.strip())
     try:
@@ -188,12 +188,14 @@ def parse(text: str) -> dict[str, float]:
     return found
 
 
-def defaults() -> Links:
+def defaults() -> MeasuredMachine:
     """Return the defaults."""
-    return Links(DEFAULT, ("default", "default", "default"))
+    return MeasuredMachine(DEFAULT, ("default", "default", "default"))
 
 
-def overridden(links: Links, changes: Mapping[str, Mapping[str, float]], source: str) -> Links:
+def with_overrides(
+    links: MeasuredMachine, changes: Mapping[str, Mapping[str, float]], source: str
+) -> MeasuredMachine:
     """Put other numbers in place of some.
 
     Args:
@@ -210,10 +212,12 @@ def overridden(links: Links, changes: Mapping[str, Mapping[str, float]], source:
         own = source.replace("{}", name.upper())
         sources[name] = own if whole else f"{own} ({' '.join(numbers)}), else {sources[name]}"
         machine[name] = machine[name]._replace(**numbers)
-    return Links(Machine(**machine), (sources["shared"], sources["node"], sources["network"]))
+    return MeasuredMachine(
+        Machine(**machine), (sources["shared"], sources["node"], sources["network"])
+    )
 
 
-def table(links: Links) -> str:
+def table(links: MeasuredMachine) -> str:
     """Lay the links out for people, with where they come from."""
     rows = [
         f"{'link':<10}{'us/message':>12}{'us/letter':>12}{'ns/byte':>12}"

@@ -17,7 +17,7 @@ import numpy as np
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["find", "threads"]
+__all__ = ["warning_for", "thread_count"]
 
 # What OpenBLAS (NumPy from pip), MKL (NumPy from conda, PyTorch) and OpenMP (PyTorch, both of the
 # others where theirs is not set) go by.
@@ -27,7 +27,7 @@ _VARIABLES = ("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS")
 _MOST_CORES = 8192
 
 
-def find(world: MPI.Comm, environ: Mapping[str, str]) -> str | None:
+def warning_for(world: MPI.Comm, environ: Mapping[str, str]) -> str | None:
     """Return a warning for this node, on one of its ranks; None elsewhere and where all is well.
 
     *Collective* over `world`.
@@ -39,7 +39,7 @@ def find(world: MPI.Comm, environ: Mapping[str, str]) -> str | None:
     node = world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank())
     try:
         own = os.sched_getaffinity(0)
-        started = np.array([threads(environ, len(own))])
+        started = np.array([thread_count(environ, len(own))])
         cores = np.zeros(_MOST_CORES, np.bool_)
         cores[list(own)] = True
         packed = np.packbits(cores)
@@ -52,7 +52,7 @@ def find(world: MPI.Comm, environ: Mapping[str, str]) -> str | None:
     return _warning(ranks, int(started[0]), int(np.unpackbits(packed).sum())) if first else None
 
 
-def threads(environ: Mapping[str, str], cores: int) -> int:
+def thread_count(environ: Mapping[str, str], cores: int) -> int:
     """Return how many threads the numerical libraries of a process start.
 
     Args:

@@ -25,7 +25,7 @@ __all__ = [
     "Stores",
     "equal_values",
     "from_environment",
-    "slips",
+    "unknown_variables",
 ]
 
 Check = Literal["off", "sample", "always"]
@@ -67,7 +67,7 @@ class Settings:
     update_threads: int = field(default_factory=lambda: min(4, len(os.sched_getaffinity(0))))
     # What follows from the last three, and "on" or "off" for the device memory that MPI takes: the
     # same on all ranks, as `operations.settle` has found them.
-    links: links.Links = field(default_factory=links.defaults)
+    links: links.MeasuredMachine = field(default_factory=links.defaults)
     cuda_aware: CudaAware = "auto"
     # Not by itself: it has not been measured here on GPUs.
     nccl: Nccl = "off"
@@ -105,17 +105,17 @@ def equal_values(own: Settings, environ: Mapping[str, str]) -> dict[str, str]:
     return values
 
 
-def slips(environ: Mapping[str, str]) -> list[str]:
+def unknown_variables(environ: Mapping[str, str]) -> list[str]:
     """Return a sentence about every variable that is called as ours are and that nothing reads."""
     unknown = sorted(
         name
         for name in environ
         if name.startswith("UNISONO_") and name not in (*VARIABLES, *_OTHERS)
     )
-    return [f"settings: {name} is not read, expected {_nearest(name)}" for name in unknown]
+    return [f"settings: {name} is not read, expected {_suggestion(name)}" for name in unknown]
 
 
-def _nearest(name: str) -> str:
+def _suggestion(name: str) -> str:
     """Return the variables that may have been meant."""
     # What all have in common would make all of them similar.
     short = {known.removeprefix("UNISONO_"): known for known in VARIABLES}

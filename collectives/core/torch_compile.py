@@ -16,22 +16,22 @@ from importlib.abc import MetaPathFinder
 from importlib.machinery import ModuleSpec, PathFinder
 from types import ModuleType
 
-__all__ = ["leave_alone"]
+__all__ = ["exclude_packages"]
 
 _RULES = "torch._dynamo.trace_rules"
 _OURS = ("collectives", "strategies")
 
 
-def leave_alone() -> None:
+def exclude_packages() -> None:
     """Let torch.compile skip both packages: now, or where a program first compiles something."""
     rules = sys.modules.get(_RULES)
     if rules is not None:
-        _skip_ours(rules)
+        _exclude_package(rules)
     else:
-        sys.meta_path.insert(0, _Finder())
+        sys.meta_path.insert(0, _ExcludingFinder())
 
 
-class _Finder(MetaPathFinder):
+class _ExcludingFinder(MetaPathFinder):
     """Finds the rules as Python would, and adds our packages at the end of their import."""
 
     def find_spec(
@@ -48,13 +48,13 @@ class _Finder(MetaPathFinder):
 
             def load_and_add(module: ModuleType) -> None:
                 load(module)
-                _skip_ours(module)
+                _exclude_package(module)
 
             spec.loader.exec_module = load_and_add  # type: ignore[method-assign]
         return spec
 
 
-def _skip_ours(rules: ModuleType) -> None:
+def _exclude_package(rules: ModuleType) -> None:
     """Add both packages to what the compiler skips, where this version lets others do so."""
     with contextlib.suppress(AttributeError):
         for package in _OURS:

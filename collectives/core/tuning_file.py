@@ -19,10 +19,10 @@ from pathlib import Path
 from typing import Any
 
 from collectives.core import links
-from collectives.core.links import Link, Links, Machine
+from collectives.core.links import LinkCost, Machine, MeasuredMachine
 from collectives.core.settings import Settings
 
-__all__ = ["facts", "found", "path", "read", "write"]
+__all__ = ["metadata", "load_links", "path", "read", "write"]
 
 _FORMAT, _VERSION = "unisono links", 1
 
@@ -43,22 +43,22 @@ def path(configuration: Settings, environ: Mapping[str, str] = os.environ) -> Pa
     return place / "unisono" / (re.sub(r"[^\w.-]", "_", name) + ".json")
 
 
-def read(file: Path) -> dict[str, Link]:
+def read(file: Path) -> dict[str, LinkCost]:
     """Read what was measured: name of a link -> its numbers.
 
     Raises:
         ValueError: it is not such a file, or damaged; names it.
         OSError: it cannot be read.
     """
-    return _read(file)[0]
+    return _parse(file)[0]
 
 
-def facts(file: Path) -> dict[str, Any]:
+def metadata(file: Path) -> dict[str, Any]:
     """Read how it was measured; errors as `read`."""
-    return _read(file)[1]
+    return _parse(file)[1]
 
 
-def _read(file: Path) -> tuple[dict[str, Link], dict[str, Any]]:
+def _parse(file: Path) -> tuple[dict[str, LinkCost], dict[str, Any]]:
     with file.open("rb") as stream:
         data = stream.read(_MOST_BYTES + 1)
     try:
@@ -79,24 +79,24 @@ def _read(file: Path) -> tuple[dict[str, Link], dict[str, Any]]:
         ) from None
 
 
-def _link(name: str, numbers: Any) -> Link:
+def _link(name: str, numbers: Any) -> LinkCost:
     if name not in Machine._fields:
         raise ValueError(f"expected links {' '.join(Machine._fields)}, got {name!r}")
-    may_lack = Link._field_defaults.keys() - numbers.keys()
-    values = {field: numbers[field] for field in Link._fields if field not in may_lack}
+    may_lack = LinkCost._field_defaults.keys() - numbers.keys()
+    values = {field: numbers[field] for field in LinkCost._fields if field not in may_lack}
     for field, value in values.items():
         number = isinstance(value, (int, float)) and not isinstance(value, bool)
         if not number or not 0 <= value < math.inf:
             raise ValueError(f"expected seconds >= 0 for {field} of {name}, got {value!r}")
-    return Link(**{field: float(value) for field, value in values.items()})
+    return LinkCost(**{field: float(value) for field, value in values.items()})
 
 
-def _numbers(link: Link) -> dict[str, float]:
+def _numbers(link: LinkCost) -> dict[str, float]:
     """Return what is known of a link."""
     return {field: value for field, value in link._asdict().items() if value < math.inf}
 
 
-def write(file: Path, measured: Mapping[str, Link], facts: Mapping[str, Any]) -> None:
+def write(file: Path, measured: Mapping[str, LinkCost], facts: Mapping[str, Any]) -> None:
     """Write the file; a reader finds the old one or the new one, never a part.
 
     Args:
@@ -122,7 +122,7 @@ def write(file: Path, measured: Mapping[str, Link], facts: Mapping[str, Any]) ->
         aside.unlink(missing_ok=True)
 
 
-def found(configuration: Settings, environ: Mapping[str, str] = os.environ) -> Links:
+def load_links(configuration: Settings, environ: Mapping[str, str] = os.environ) -> MeasuredMachine:
     """Put together what this process finds: settings, else the file, else defaults.
 
     Raises:
@@ -137,6 +137,6 @@ def found(configuration: Settings, environ: Mapping[str, str] = os.environ) -> L
             measured = {name: _numbers(link) for name, link in read(file).items()}
         except OSError as error:
             raise ValueError(f"tuned: cannot read {file}: {error.strerror}") from None
-        known = links.overridden(known, measured, str(file))
+        known = links.with_overrides(known, measured, str(file))
     changes = {"node": configuration.node_link, "network": configuration.network_link}
-    return links.overridden(known, changes, "UNISONO_{}_LINK")
+    return links.with_overrides(known, changes, "UNISONO_{}_LINK")

@@ -31,8 +31,8 @@ from collectives.algorithms import recursive_doubling
 from collectives.arrays import cuda_adapter
 from collectives.arrays.device import Device, DeviceBuffer
 from collectives.arrays.reduction import MAX, MEAN, MIN, PRODUCT, SUM, Op
-from collectives.core.errors import CollectiveError, some
 from collectives.calls.call import Call
+from collectives.core.errors import CollectiveError, some
 
 __all__ = ["NAME", "Nccl", "knows", "refuse"]
 
@@ -92,9 +92,9 @@ class Nccl:
         self.device = device.context.id
         self._group = call.group
         nccl = cuda_adapter.nccl()
-        identifier, problem = _told(call, device, nccl)
+        identifier, problem = _exchange_identifier(call, device, nccl)
         if problem:
-            raise call.known(ValueError(f"{call.operation}: algorithm 'nccl' {problem}"))
+            raise call.announce(ValueError(f"{call.operation}: algorithm 'nccl' {problem}"))
         joined: Future[Any] = Future()
 
         def join() -> None:
@@ -192,7 +192,7 @@ class _OnDevice:
         return self._text
 
 
-def _told(call: Call, device: Device, nccl: Any) -> tuple[Any, str]:
+def _exchange_identifier(call: Call, device: Device, nccl: Any) -> tuple[Any, str]:
     """Exchange what ranks need to know; return the identifier, and what is wrong."""
     group = call.group
     page = np.zeros(1 + _ID_BYTES + group.size * _LINE_BYTES, np.uint8)

@@ -28,25 +28,27 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.algorithms import compressed
-from collectives.arrays import host_arrays, adapters, reduction, staging
+from collectives.arrays import adapters, host_arrays, reduction, staging
+from collectives.arrays.adapter import ArrayAdapter, DeviceArray
 from collectives.arrays.device import DeviceBuffer, is_half
-from collectives.arrays.adapter import Foreign, Resident
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
-from collectives.kernels.compression import Codec
-from collectives.kernels import cuda
-from collectives.node.engine import Engine, Work
-from collectives.plans import by_messages as messages; from collectives.devices import nccl; from collectives.calls import shared_arrays
-from collectives.plans import planner as plans
+from collectives.calls import shared_arrays
 from collectives.calls.call import Call
 from collectives.calls.group import Group
-from collectives.plans.by_messages import Reduction
-from collectives.plans.prepared_calls import NodePlan
+from collectives.devices import nccl
+from collectives.kernels import cuda
+from collectives.kernels.compression import Codec
+from collectives.node.engine import Engine, KernelCall
+from collectives.plans import by_messages as messages
+from collectives.plans import planner as plans
+from collectives.plans.by_messages import ReduceSpec
+from collectives.plans.prepared_calls import NodeCall
 
-__all__ = ["BorrowedOnDevice", "OnDevices"]
+__all__ = ["DeviceArgument", "DeviceOperations"]
 
 
-class BorrowedOnDevice(NamedTuple):
+class DeviceArgument(NamedTuple):
     """A device array for the time of one call.
 
     Attributes:
@@ -62,17 +64,17 @@ class BorrowedOnDevice(NamedTuple):
     source: DeviceBuffer
     target: DeviceBuffer
     result: Any
-    out: Resident | None
+    out: DeviceArray | None
 
     def finish(self) -> Any:
         """Return the result, complete on the device."""
         if self.out is not None:
             self.out.write(self.target)
-        self.target.settle()
+        self.target.synchronize()
         return self.result
 
 
-class OnDevices:
+class DeviceOperations:
     """How the calls of one group treat device arrays.
 
     Attributes:
@@ -90,27 +92,27 @@ class OnDevices:
             "allreduce": staging.small_bytes(self.slice_bytes, by_messages=by_messages),
             "broadcast": self.slice_bytes,
         }
-        self._windows: staging.Windows | None = None
+        self._windows: staging.StagingBuffers | None = None
         self._streams: dict[int, staging.CopyStreams] = {}
-        self._planned: dict[tuple[int, int, int], Work] = {}  # by call, and part of a window
+        self._planned: dict[tuple[int, int, int], KernelCall] = {}  # by call, and part of a window
         self._nccl: nccl.Nccl | None = None
         self._pinned = np.empty(0, np.uint8)
 
-    def borrow(self, operation: str, x: Any, out: Any, algorithm: str) -> BorrowedOnDevice | None:
+    def borrow(self, operation: str, x: Any, out: Any, algorithm: str) -> DeviceArgument | None:
         """Borrow an array that these operations are for; None for every other one."""
         anything = algorithm == nccl.NAME
         if type(x) is np.ndarray or (self._group.size == 1 and not anything):
             return None
         least = 0 if anything else self.small[operation] + 1
         try:
-            found = adapters.resident(x, least)
+            found = adapters.device_array(x, least)
             if found is None:
                 return None
             memory, own = found
             if out is None:
                 result, target = own.new(own.shape)
-                return BorrowedOnDevice(own.shape, own.dtype, own.buffer, target, result, None)
-            other = found if out is x else adapters.resident(out, least)
+                return DeviceArgument(own.shape, own.dtype, own.buffer, target, result, None)
+            other = found if out is x else adapters.device_array(out, least)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return None  # the other way says what is wrong
         if other is None or other[0].why_constant() is not None:
@@ -120,14 +122,14 @@ class OnDevices:
             return None
         source, target = own.buffer, there.buffer
         if out is x:
-            return BorrowedOnDevice(own.shape, own.dtype, source, source, out, there)
+            return DeviceArgument(own.shape, own.dtype, source, source, out, there)
         if source.view.device.id != target.view.device.id:
             return None
         if not there.is_own or _overlap(source, target):
             target = source.empty(source.size)
-        return BorrowedOnDevice(own.shape, own.dtype, source, target, out, there)
+        return DeviceArgument(own.shape, own.dtype, source, target, out, there)
 
-    def host_memory(self, operation: str, memory: Foreign) -> Array | None:
+    def host_memory(self, operation: str, memory: ArrayAdapter) -> Array | None:
         """Return host memory for the elements of an array, the same in every call.
 
         Pinned memory for small arrays, else the first window. None for what is longer, for what
@@ -146,8 +148,8 @@ class OnDevices:
             whole = self._pinned
         return whole[:nbytes].view(memory.dtype).reshape(memory.shape)
 
-    def chosen(
-        self, algorithm: str, there: BorrowedOnDevice, op: Op | None, codec: Codec | None, name: str
+    def algorithm_for(
+        self, algorithm: str, there: DeviceArgument, op: Op | None, codec: Codec | None, name: str
     ) -> str:
         """Return the algorithm of a call before it is described: NCCL where the user wants that.
 
@@ -180,8 +182,8 @@ class OnDevices:
         return self.aware and algorithm not in ("node", "native")
 
     def allreduce(
-        self, call: Call, there: BorrowedOnDevice, how: Reduction
-    ) -> tuple[Array, NodePlan] | None:
+        self, call: Call, there: DeviceArgument, how: ReduceSpec
+    ) -> tuple[Array, NodeCall] | None:
         """Reduce a lent array over all ranks; the call has been described.
 
         Returns:
@@ -194,7 +196,7 @@ class OnDevices:
                 return self._allreduce_planned(call, engine, there, how.op)
         call.agree()  # step 6 of docs/how-a-call-goes.md
         if how.algorithm == nccl.NAME:
-            self._joined(call, there).allreduce(call, there.source, there.target, how.op)
+            self._allreduce_at_once(call, there).allreduce(call, there.source, there.target, how.op)
         elif how.codec is not None and (packed := self._pack(call, there, how, how.codec)):
             op = SUM if how.op is MEAN else how.op  # what is packed has been divided
             self._allreduce_staged(call, packed, packed, how._replace(op=op))
@@ -205,11 +207,11 @@ class OnDevices:
             self._allreduce_staged(call, there.source, there.target, how)
         return None
 
-    def broadcast(self, call: Call, there: BorrowedOnDevice, root: int, algorithm: str) -> None:
+    def broadcast(self, call: Call, there: DeviceArgument, root: int, algorithm: str) -> None:
         """Replace the target by the root's source; the call has been described."""
         call.agree()  # step 6
         if algorithm == nccl.NAME:
-            self._joined(call, there).broadcast(call, there.source, there.target, root)
+            self._allreduce_at_once(call, there).broadcast(call, there.source, there.target, root)
             return
         is_root = self._group.rank == root
         if is_root and there.target is not there.source:
@@ -221,7 +223,7 @@ class OnDevices:
             return
 
         def work(part: Array, number: int) -> None:
-            plans.broadcast_part(call, part, root, algorithm)
+            plans.broadcast_chunk(call, part, root, algorithm)
 
         source, target = (there.target, None) if is_root else (None, there.target)
         self._pass(call, source, target, work)
@@ -237,13 +239,13 @@ class OnDevices:
             self._planned.clear()
         self._pinned = np.empty(0, np.uint8)
 
-    def _joined(self, call: Call, there: BorrowedOnDevice) -> nccl.Nccl:
+    def _allreduce_at_once(self, call: Call, there: DeviceArgument) -> nccl.Nccl:
         """Return the ranks as NCCL knows them; the first call lets all of them join."""
         if self._nccl is None:
             self._nccl = nccl.Nccl(call, there.source.device)
         return self._nccl
 
-    def _allreduce_there(self, call: Call, there: BorrowedOnDevice, how: Reduction) -> None:
+    def _allreduce_there(self, call: Call, there: DeviceArgument, how: ReduceSpec) -> None:
         """Reduce by messages of device memory."""
         work_dtype = reduction.work_dtype(there.dtype)
         buffer = there.target
@@ -261,8 +263,8 @@ class OnDevices:
             there.target.copy_from(cuda.narrow(buffer, there.dtype))
 
     def _allreduce_planned(
-        self, call: Call, engine: Engine, there: BorrowedOnDevice, op: Op
-    ) -> tuple[Array, NodePlan]:
+        self, call: Call, engine: Engine, there: DeviceArgument, op: Op
+    ) -> tuple[Array, NodeCall]:
         """Reduce an array of one slice in the first window, where later calls find the plan.
 
         They compare as they meet, and do not agree before. So does this one, if there are windows.
@@ -271,7 +273,7 @@ class OnDevices:
             call.agree()
         windows = self._shared_windows(call, there.source)
         part = windows.parts[0][: there.source.nbytes].view(there.dtype)
-        plan = NodePlan(call, engine.plan_allreduce(part, part, op, call.digest))
+        plan = NodeCall(call, engine.plan_allreduce(part, part, op, call.digest))
 
         def work(part: Array, number: int) -> None:
             plan.first(call, part, part)
@@ -280,7 +282,7 @@ class OnDevices:
         return part.reshape(there.shape), plan
 
     def _allreduce_staged(
-        self, call: Call, source: DeviceBuffer, target: DeviceBuffer, how: Reduction
+        self, call: Call, source: DeviceBuffer, target: DeviceBuffer, how: ReduceSpec
     ) -> None:
         """Reduce slice by slice on the host."""
         is_packed = how.codec is not None and source.dtype == how.codec.dtype
@@ -297,7 +299,7 @@ class OnDevices:
 
         self._pass(call, source, target, work)
 
-    def _plan(self, call: Call, engine: Engine, part: Array, op: Op) -> Work:
+    def _plan(self, call: Call, engine: Engine, part: Array, op: Op) -> KernelCall:
         """Return what reduces a part of a window; the first call of its kind has made it."""
         key = call.digest, host_arrays.address(part), part.size
         if (work := self._planned.get(key)) is None:
@@ -307,7 +309,7 @@ class OnDevices:
         return work
 
     def _pack(
-        self, call: Call, there: BorrowedOnDevice, how: Reduction, codec: Codec
+        self, call: Call, there: DeviceArgument, how: ReduceSpec, codec: Codec
     ) -> DeviceBuffer | None:
         """Round a contribution to 16 bits on the device, where these go all the way."""
         engine = call.engine_for(how.algorithm)
@@ -338,9 +340,9 @@ class OnDevices:
         copies = self._streams.get(context.id)
         if copies is None:
             copies = self._streams[context.id] = staging.CopyStreams(cupy, context)
-        copies.pass_slices(windows, source, target, work, like)
+        copies.stream_through(windows, source, target, work, like)
 
-    def _shared_windows(self, call: Call, like: DeviceBuffer) -> staging.Windows:
+    def _shared_windows(self, call: Call, like: DeviceBuffer) -> staging.StagingBuffers:
         """Return the windows; made on all ranks at the same call, since all agree on it."""
         if self._windows is None:
             cupy = like.device.cupy
@@ -348,7 +350,7 @@ class OnDevices:
             self._windows = (
                 staging.pinned(cupy, self.slice_bytes)
                 if memory is None
-                else staging.registered(cupy, memory)
+                else staging.pin_existing(cupy, memory)
             )
         return self._windows
 

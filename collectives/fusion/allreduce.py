@@ -22,24 +22,33 @@ from typing import Any, TypedDict, overload
 
 import numpy as np
 
-from collectives.arrays import lowering, host_arrays
-from collectives.arrays.lowering import Detour
-from collectives.arrays.host_arrays import Array, Borrowed, address
+from collectives.arrays import host_arrays, lowering
+from collectives.arrays.host_arrays import Array, HostArgument, address
+from collectives.arrays.lowering import Lowering
 from collectives.arrays.reduction import MEAN, Op
-from collectives.kernels.compression import NONE, Compression, chosen
-from collectives.kernels.buffer_address import Look
-from collectives.fusion import on_device as grouped_on_device
-from collectives.calls.call import Call, enter
+from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
-from collectives.fusion.on_device import Lent, Packings
-from collectives.fusion.layouts import Asked, Groupings, Planned, pack, part, put, reduce_whole, unpack
-from collectives.operations.reduce import allreduce
 from collectives.calls.overloads import A, Detachable, Numbers, Unpack
+from collectives.fusion import on_device as grouped_on_device
+from collectives.fusion.layouts import (
+    FusionCache,
+    FusionKey,
+    FusionPlan,
+    pack,
+    part,
+    put,
+    reduce_whole,
+    unpack,
+)
+from collectives.fusion.on_device import DevicePackers, FusedDeviceArray
+from collectives.kernels.buffer_address import AddressReader
+from collectives.kernels.compression import NONE, Compression, resolve
+from collectives.operations.reduce import allreduce
 
-__all__ = ["Grouping", "grouped_allreduce", "handed", "pairs"]
+__all__ = ["FusedOptions", "grouped_allreduce", "result_view", "pairs"]
 
 
-class Grouping(TypedDict, total=False):
+class FusedOptions(TypedDict, total=False):
     """Options of `grouped_allreduce`, for type checkers."""
 
     op: Op
@@ -52,19 +61,19 @@ class Grouping(TypedDict, total=False):
 
 @overload
 def grouped_allreduce(
-    group: Group, xs: Sequence[Numbers], *, out: None = None, **options: Unpack[Grouping]
+    group: Group, xs: Sequence[Numbers], *, out: None = None, **options: Unpack[FusedOptions]
 ) -> list[Array]: ...
 @overload
 def grouped_allreduce(
-    group: Group, xs: Sequence[Detachable[A]], *, out: None = None, **options: Unpack[Grouping]
+    group: Group, xs: Sequence[Detachable[A]], *, out: None = None, **options: Unpack[FusedOptions]
 ) -> list[A]: ...
 @overload
 def grouped_allreduce(
-    group: Group, xs: Sequence[A], *, out: None = None, **options: Unpack[Grouping]
+    group: Group, xs: Sequence[A], *, out: None = None, **options: Unpack[FusedOptions]
 ) -> list[A]: ...
 @overload
 def grouped_allreduce(
-    group: Group, xs: Sequence[object], *, out: Sequence[A], **options: Unpack[Grouping]
+    group: Group, xs: Sequence[object], *, out: Sequence[A], **options: Unpack[FusedOptions]
 ) -> list[A]: ...
 def grouped_allreduce(
     group: Group,
@@ -107,11 +116,13 @@ def grouped_allreduce(
     Cost: two copies of short arrays beside the reduction, in shared memory through the cache;
         memory for one list of results is kept.
     """
-    with enter(group, "grouped_allreduce", timeout) as call:  # step 2 of docs/how-a-call-goes.md
-        compression = chosen(compression, call.operation)
-        scales = lowering.scales(prescale, postscale, operation=call.operation)
-        asked = Asked(op, compression, scales, algorithm)
-        there = grouped_on_device.lent(group, asked, xs, out)
+    with begin_call(
+        group, "grouped_allreduce", timeout
+    ) as call:  # step 2 of docs/how-a-call-goes.md
+        compression = resolve(compression, call.operation)
+        scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
+        asked = FusionKey(op, compression, scales, algorithm)
+        there = grouped_on_device.device_arguments(group, asked, xs, out)
         if there is None:
             finish = _on_host(call, xs, out, asked, timeout)
         else:
@@ -120,24 +131,28 @@ def grouped_allreduce(
 
 
 def _on_host(
-    call: Call, xs: Sequence[Any], out: Sequence[Any] | None, asked: Asked, timeout: float | None
+    call: Call,
+    xs: Sequence[Any],
+    out: Sequence[Any] | None,
+    asked: FusionKey,
+    timeout: float | None,
 ) -> Callable[[], list[Any]]:
     """Reduce arrays in shared memory, if that is possible; returns what ends the call."""
-    plain = None if out is None else _plain(call.group.look, xs, out)  # step 3
-    loans = _borrowed(xs, out, call.operation) if plain is None else [None] * len(xs)
+    plain = None if out is None else _numpy_targets(call.group.address_reader, xs, out)  # step 3
+    loans = _borrow_all(xs, out, call.operation) if plain is None else [None] * len(xs)
     hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
     kinds = tuple([(array.shape, array.dtype) for array in hosts])
-    groupings = call.group.kept(Groupings)
+    groupings = call.group.state_of(FusionCache)
     known = groupings.find(kinds, asked, call)  # steps 4 and 5
     engine = call.engine_for(asked.algorithm)
     if plain is not None and (engine is None or known.ways):
-        plain, loans = None, _borrowed(xs, out, call.operation)
+        plain, loans = None, _borrow_all(xs, out, call.operation)
     if known.ways:
-        loans = _by_ways(hosts, loans, known.ways)
+        loans = _lower_all(hosts, loans, known.ways)
         hosts = [loan.host for loan in loans if loan is not None]
     direct = plain
     if plain is None and engine is not None and (out is not None or known.ways):
-        direct = _direct(hosts, loans)
+        direct = _direct_targets(hosts, loans)
     results = np.empty(0, np.uint8) if direct else groupings.results(known.nbytes)
     if engine is not None:
         for portion, (shared, work) in zip(known.portions, known.work, strict=True):
@@ -152,7 +167,7 @@ def _on_host(
                 unpack(portion, shared, direct)
             else:
                 put(portion, shared, results)
-    groupings.made(asked.key(kinds), known)  # step 7
+    groupings.store(asked.key(kinds), known)  # step 7
 
     def finish() -> list[Any]:
         if engine is None:
@@ -160,26 +175,26 @@ def _on_host(
         if plain is not None and out is not None:
             return list(out)
         if direct:
-            return [loan.give_back(loan.host) for loan in loans if loan is not None]
+            return [loan.restore(loan.host) for loan in loans if loan is not None]
         places = zip(hosts, known.starts, strict=True)
         made = [
             host_arrays.in_order_of(array, np.ndarray(array.shape, array.dtype, results, start))
             for array, start in places
         ]
         both = zip(made, loans, strict=True)
-        return [array if loan is None else handed(array, loan, out) for array, loan in both]
+        return [array if loan is None else result_view(array, loan, out) for array, loan in both]
 
     return finish
 
 
 def _on_device(
-    call: Call, there: list[Lent], asked: Asked, timeout: float | None
+    call: Call, there: list[FusedDeviceArray], asked: FusionKey, timeout: float | None
 ) -> Callable[[], list[Any]]:
     """Compare arrays that are on a device; returns what reduces them."""
     kinds = tuple([(one.own.shape, one.own.dtype) for one in there])
-    groupings = call.group.kept(Groupings)
+    groupings = call.group.state_of(FusionCache)
     known = groupings.find(kinds, asked, call, on_device=True)  # steps 4 and 5
-    groupings.made(asked.key(kinds, on_device=True), known)  # step 7
+    groupings.store(asked.key(kinds, on_device=True), known)  # step 7
 
     def reduce(whole: Any) -> None:
         allreduce(
@@ -187,15 +202,15 @@ def _on_device(
             algorithm=asked.algorithm, timeout=timeout,
         )  # fmt: skip
 
-    return partial(call.group.kept(Packings).reduced, there, known.portions, reduce)
+    return partial(call.group.state_of(DevicePackers).reduce, there, known.portions, reduce)
 
 
 def _by_messages(
     group: Group,
     hosts: Sequence[Array],
     results: Array,
-    known: Planned,
-    asked: Asked,
+    known: FusionPlan,
+    asked: FusionKey,
     timeout: float | None,
 ) -> None:
     """Reduce each portion where its results lie."""
@@ -209,9 +224,9 @@ def _by_messages(
         )  # fmt: skip
 
 
-def _borrowed(
+def _borrow_all(
     xs: Sequence[Any], out: Sequence[Any] | None, operation: str
-) -> list[Borrowed | None]:
+) -> list[HostArgument | None]:
     """Borrow the arrays of a call; None for what is as NumPy has it, and whose result is new.
 
     Raises:
@@ -221,10 +236,12 @@ def _borrowed(
         return [
             None
             if type(x) is np.ndarray and x.dtype.isnative
-            else host_arrays.borrow(x, operation=operation)
+            else host_arrays.host_view(x, operation=operation)
             for x in xs
         ]
-    return [host_arrays.borrow(x, to, operation=operation) for x, to in pairs(operation, xs, out)]
+    return [
+        host_arrays.host_view(x, to, operation=operation) for x, to in pairs(operation, xs, out)
+    ]
 
 
 def pairs(operation: str, xs: Sequence[Any], out: Sequence[Any] | None) -> list[tuple[Any, Any]]:
@@ -242,16 +259,18 @@ def pairs(operation: str, xs: Sequence[Any], out: Sequence[Any] | None) -> list[
     return list(zip(xs, out, strict=True))
 
 
-def _by_ways(
-    hosts: Sequence[Array], loans: Sequence[Borrowed | None], ways: Sequence[Detour]
-) -> list[Borrowed | None]:
+def _lower_all(
+    hosts: Sequence[Array], loans: Sequence[HostArgument | None], ways: Sequence[Lowering]
+) -> list[HostArgument | None]:
     """Lend what is reduced in place of each array."""
-    plain = [Borrowed(x, None, host_arrays.unchanged) for x in hosts]
+    plain = [HostArgument(x, None, host_arrays.identity) for x in hosts]
     lent = [given or own for given, own in zip(loans, plain, strict=True)]
     return [way.lend(loan) for way, loan in zip(ways, lent, strict=True)]
 
 
-def _plain(look: Look, xs: Sequence[Any], out: Sequence[Any]) -> list[Array] | None:
+def _numpy_targets(
+    look: AddressReader, xs: Sequence[Any], out: Sequence[Any]
+) -> list[Array] | None:
     """Return the targets of a call with arrays of NumPy in order, flat, as `_direct`.
 
     None where one of them needs a closer look.
@@ -266,7 +285,9 @@ def _plain(look: Look, xs: Sequence[Any], out: Sequence[Any]) -> list[Array] | N
     return [to.reshape(-1) for to in out]
 
 
-def _direct(hosts: Sequence[Array], loans: Sequence[Borrowed | None]) -> list[Array] | None:
+def _direct_targets(
+    hosts: Sequence[Array], loans: Sequence[HostArgument | None]
+) -> list[Array] | None:
     """Return the targets, flat, if each portion may go there before the next one is packed.
 
     So it may where no target shares memory with another array than its own.
@@ -302,8 +323,8 @@ def _are_apart(sends: list[int], targets: list[int], sizes: list[int]) -> bool:
     return bool((ends[:-1] <= first[order][1:]).all())
 
 
-def handed(array: Array, loan: Borrowed, out: object) -> Any:
+def result_view(array: Array, loan: HostArgument, out: object) -> Any:
     """Give a result back, which is a view of memory that holds others, too."""
     if out is None or loan.target is None:
-        return loan.give_back(array)
-    return loan.give_back(host_arrays.store(array, loan.target))
+        return loan.restore(array)
+    return loan.restore(host_arrays.copy_to(array, loan.target))

@@ -7,13 +7,22 @@ import zlib
 from collections.abc import Iterable, Iterator, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Layout", "Piece", "Portion", "lay_out", "places", "portions", "shortened", "spans"]
+__all__ = [
+    "BucketLayout",
+    "ArraySlice",
+    "FusedChunk",
+    "lay_out",
+    "offsets",
+    "split_by_bytes",
+    "summary",
+    "merge_adjacent",
+]
 
 # Arrays begin at multiples of this many bytes: a cache line, and a multiple of every element.
 ALIGNMENT = 64
 
 
-class Piece(NamedTuple):
+class ArraySlice(NamedTuple):
     """Some elements of an array: its number, the first element, and the one behind the last."""
 
     array: int
@@ -21,7 +30,7 @@ class Piece(NamedTuple):
     stop: int
 
 
-class Portion(NamedTuple):
+class FusedChunk(NamedTuple):
     """Pieces of arrays of one dtype that are reduced by one call.
 
     Attributes:
@@ -33,7 +42,7 @@ class Portion(NamedTuple):
     """
 
     dtype: Any
-    pieces: tuple[Piece, ...]
+    pieces: tuple[ArraySlice, ...]
     first: int
     nbytes: int
     whole: bool = False
@@ -78,7 +87,7 @@ def lay_out(
     return [members for _, members in sorted(full)]
 
 
-def places(sizes: Sequence[int], order: Iterable[int]) -> tuple[list[int], int]:
+def offsets(sizes: Sequence[int], order: Iterable[int]) -> tuple[list[int], int]:
     """Place arrays in memory, one behind the other in some order.
 
     Returns:
@@ -92,11 +101,11 @@ def places(sizes: Sequence[int], order: Iterable[int]) -> tuple[list[int], int]:
     at = 0
     for i in order:
         starts[i] = at
-        at += _padded(sizes[i])
+        at += _pad(sizes[i])
     return starts, at
 
 
-def spans(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
+def merge_adjacent(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Join arrays that lie side by side.
 
     Args:
@@ -113,7 +122,7 @@ def spans(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     for start, size in sorted(parts):
         if not size:
             continue
-        stop = start + _padded(size)
+        stop = start + _pad(size)
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], stop)
         else:
@@ -121,7 +130,7 @@ def spans(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     return joined
 
 
-class Layout:
+class BucketLayout:
     """Memory in which arrays lie as their buckets are filled: from the last one to the first.
 
     Args:
@@ -141,7 +150,7 @@ class Layout:
         self.sizes = sizes
         self._dtypes, self._limits = dtypes, limits
         last_first = range(len(sizes) - 1, -1, -1)
-        self.starts, self.total = places(
+        self.starts, self.total = offsets(
             sizes, [i for group in self.groups(last_first) for i in group]
         )
 
@@ -151,12 +160,12 @@ class Layout:
 
     def spans(self, members: Iterable[int]) -> list[tuple[int, int]]:
         """Return the stretches of memory in which the arrays of a bucket lie; as `spans`."""
-        return spans((self.starts[i], self.sizes[i]) for i in members)
+        return merge_adjacent((self.starts[i], self.sizes[i]) for i in members)
 
 
-def portions(
+def split_by_bytes(
     counts: Sequence[int], dtypes: Sequence[Any], limit: int, whole: int = sys.maxsize
-) -> tuple[list[Portion], list[int], int]:
+) -> tuple[list[FusedChunk], list[int], int]:
     """Cut arrays into portions of equal bytes, but for long ones, each of which is one.
 
     Those of a dtype lie one behind the other, long ones first.
@@ -178,7 +187,7 @@ def portions(
         >>> second.pieces, second.first, starts
         ((Piece(array=1, start=1, stop=2),), 4, [0, 3])
     """
-    cut: list[Portion] = []
+    cut: list[FusedChunk] = []
     starts = [0] * len(counts)
     at = 0
     for dtype in dict.fromkeys(dtypes):
@@ -187,30 +196,32 @@ def portions(
         for i, count in members:
             if count >= least:
                 starts[i], nbytes = at, count * dtype.itemsize
-                cut.append(Portion(dtype, (Piece(i, 0, count),), at, nbytes, True))
-                at += _padded(nbytes)
+                cut.append(FusedChunk(dtype, (ArraySlice(i, 0, count),), at, nbytes, True))
+                at += _pad(nbytes)
         members = [(i, count) for i, count in members if count < least]
-        for pieces, first in _cut(members, limit // dtype.itemsize):
+        for pieces, first in _cut_pieces(members, limit // dtype.itemsize):
             place = at + first * dtype.itemsize
             count = 0
             for piece in pieces:
                 if piece.start == 0:
                     starts[piece.array] = place + count * dtype.itemsize
                 count += piece.stop - piece.start
-            cut.append(Portion(dtype, tuple(pieces), place, count * dtype.itemsize))
-        at += _padded(sum(count for _, count in members) * dtype.itemsize)
+            cut.append(FusedChunk(dtype, tuple(pieces), place, count * dtype.itemsize))
+        at += _pad(sum(count for _, count in members) * dtype.itemsize)
     return cut, starts, at
 
 
-def _cut(members: Sequence[tuple[int, int]], most: int) -> Iterator[tuple[list[Piece], int]]:
+def _cut_pieces(
+    members: Sequence[tuple[int, int]], most: int
+) -> Iterator[tuple[list[ArraySlice], int]]:
     """Yield the pieces of each portion of arrays of one dtype, and the elements before it."""
-    pieces: list[Piece] = []
+    pieces: list[ArraySlice] = []
     first, room = 0, most
     for index, count in members:
         start = 0
         while start < count:
             stop = min(count, start + room)
-            pieces.append(Piece(index, start, stop))
+            pieces.append(ArraySlice(index, start, stop))
             room -= stop - start
             start = stop
             if not room:
@@ -220,11 +231,11 @@ def _cut(members: Sequence[tuple[int, int]], most: int) -> Iterator[tuple[list[P
         yield pieces, first
 
 
-def shortened(kinds: Sequence[tuple[str, tuple[int, ...]]]) -> str:
+def summary(kinds: Sequence[tuple[str, tuple[int, ...]]]) -> str:
     """Describe arrays in a line that is short when it is cut, and another for others."""
     text = " ".join(f"{name}{list(shape)}" for name, shape in kinds)
     return f"{zlib.crc32(text.encode()):08x} {text}"
 
 
-def _padded(nbytes: int) -> int:
+def _pad(nbytes: int) -> int:
     return -(-nbytes // ALIGNMENT) * ALIGNMENT

@@ -24,14 +24,14 @@ from typing import Any
 
 import numpy as np
 
-from collectives.fusion.host_buffer import Bucket, BucketMemory
+from collectives.calls.call import begin_call
+from collectives.calls.group import Group
+from collectives.calls.requests import Request
 from collectives.core.errors import CollectiveError, CollectiveTimeout, some
+from collectives.fusion.host_buffer import Bucket, BucketBuffer
 from collectives.operations import split
 from collectives.operations.broadcast import broadcast
-from collectives.calls.call import enter
-from collectives.calls.group import Group
-from collectives.operations.nonblocking import Progress
-from collectives.calls.requests import Request
+from collectives.operations.nonblocking import RequestThread
 
 __all__ = ["Buckets"]
 
@@ -66,14 +66,14 @@ class Buckets:
         names: of the arrays.
     """
 
-    def __init__(self, group: Group, places: BucketMemory, names: Sequence[str]) -> None:
+    def __init__(self, group: Group, places: BucketBuffer, names: Sequence[str]) -> None:
         self._group = group
-        self._progress = Progress(lambda: group)
+        self._progress = RequestThread(lambda: group)
         weakref.finalize(self, self._progress.close_nowait).atexit = False
         self._places = places
         self._options = places.options
         self._names = names
-        self._use(places.buckets(range(len(names) - 1, -1, -1)))
+        self._apply_order(places.buckets(range(len(names) - 1, -1, -1)))
         self._step: _Step | None = None
         self._residuals = places.options.compression.residuals
         self._learned = self._residuals is not None  # they would be of other arrays
@@ -120,7 +120,7 @@ class Buckets:
                     f"allreduce: integers cannot be scaled, expected floats, got {whole[0]} "
                     f"(scale: {scale})"
                 )
-            arrays = None if values is None else self._fitting(values)
+            arrays = None if values is None else self._check_arrays(values)
         except Exception as error:
             self._end_by(error)
             raise
@@ -128,7 +128,7 @@ class Buckets:
         for number, bucket in enumerate(self._buckets):
             try:
                 if arrays is not None:
-                    self._places.fill(bucket, arrays, scale)
+                    self._places.pack(bucket, arrays, scale)
             except Exception as error:  # as when a device has no memory left
                 self._end_by(error, number)
                 raise
@@ -150,7 +150,7 @@ class Buckets:
                 not fit. The step is over; MismatchError in the `wait` of the other ranks.
             LaunchError: ranks exchange messages, and this MPI cannot be used by several threads.
         """
-        step = self._step or self._begun("ready")
+        step = self._step or self._current_step("ready")
         try:
             if not 0 <= index < len(self._names):
                 raise ValueError(
@@ -158,7 +158,7 @@ class Buckets:
                 )
             if index in step.order:
                 raise ValueError(f"ready: the array is ready already (array: {self._names[index]})")
-            self._places.put(index, self._fitting_one("ready", index, value))
+            self._places.write(index, self._check_array("ready", index, value))
         except Exception as error:
             self._end_by(error)
             raise
@@ -184,7 +184,7 @@ class Buckets:
                 or a rank did not come.
             BaseException: whatever a signal handler raises meanwhile; as after `timeout`.
         """
-        step = self._step or self._begun("wait")
+        step = self._step or self._current_step("wait")
         if len(step.order) < len(self._names):
             late = [name for i, name in enumerate(self._names) if i not in step.order]
             error = ValueError(
@@ -194,7 +194,7 @@ class Buckets:
             raise error
         self._finish(step, timeout)
         if not self._learned:
-            self._learn(list(step.order))
+            self._record_order(list(step.order))
         return self._places.results()
 
     @property
@@ -255,18 +255,18 @@ class Buckets:
         if self._closed:
             raise CollectiveError(f"{operation}: the buckets were closed")
 
-    def _fitting(self, values: Sequence[Any]) -> list[Any]:
+    def _check_arrays(self, values: Sequence[Any]) -> list[Any]:
         """See arrays of any kind in the memory where their places are."""
         if len(values) != len(self._names):
             raise ValueError(f"allreduce: expected {len(self._names)} arrays, got {len(values)}")
-        return [self._fitting_one("allreduce", i, value) for i, value in enumerate(values)]
+        return [self._check_array("allreduce", i, value) for i, value in enumerate(values)]
 
-    def _fitting_one(self, operation: str, index: int, value: Any) -> Any:
+    def _check_array(self, operation: str, index: int, value: Any) -> Any:
         if value is None:
             return None
-        return self._places.fitting(operation, index, value, self._names[index])
+        return self._places.checked(operation, index, value, self._names[index])
 
-    def _begun(self, operation: str) -> _Step:
+    def _current_step(self, operation: str) -> _Step:
         """Begin a step."""
         self._check_open(operation)
         split.check_threads(self._group, operation)
@@ -280,7 +280,7 @@ class Buckets:
 
     def _reduce(self, bucket: Bucket) -> None:
         if self._residuals is not None:
-            self._kept.append((bucket.name, self._residuals.kept(bucket.name)))
+            self._kept.append((bucket.name, self._residuals.saved(bucket.name)))
         bucket.reduce()
 
     def _submit(self, step: _Step, reduce: Callable[[], None]) -> None:
@@ -319,7 +319,7 @@ class Buckets:
 
     def _refuse(self, error: Exception) -> None:
         """Make the next call one that this rank refuses, and raise the error."""
-        with enter(self._group, "buckets", self._options.timeout):
+        with begin_call(self._group, "buckets", self._options.timeout):
             raise error
 
     def _finish(self, step: _Step, timeout: float | None) -> None:
@@ -335,14 +335,14 @@ class Buckets:
         for request in step.requests:
             request.wait()  # all are complete: raises the first error
 
-    def _learn(self, order: Sequence[int]) -> None:
+    def _record_order(self, order: Sequence[int]) -> None:
         """Let the buckets follow the order in which rank 0's arrays became ready."""
         own = np.array(order, np.int64)
         first: list[int] = broadcast(self._group, own, timeout=self._options.timeout).tolist()
-        self._use(self._places.buckets(first))
+        self._apply_order(self._places.buckets(first))
         self._learned = True
 
-    def _use(self, buckets: Sequence[Bucket]) -> None:
+    def _apply_order(self, buckets: Sequence[Bucket]) -> None:
         self._buckets = buckets
         self._bucket_of = {i: k for k, bucket in enumerate(buckets) for i in bucket.members}
 

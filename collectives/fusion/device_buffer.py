@@ -17,22 +17,22 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays import host_arrays, adapters, streams
+from collectives.arrays import adapters, host_arrays, streams
+from collectives.arrays.adapter import DeviceArray
 from collectives.arrays.device import Device, DeviceBuffer, stored_as
-from collectives.arrays.adapter import Resident
 from collectives.arrays.reduction import MIN
-from collectives.arrays.specs import Kind
-from collectives.fusion.host_buffer import Bucket, Options, check_fits, layout_of
-from collectives.kernels.cuda import Packing
+from collectives.arrays.specs import ArraySpec
 from collectives.calls.group import Group
+from collectives.fusion.host_buffer import Bucket, BucketOptions, check_fits, layout_of
+from collectives.kernels.cuda import PackKernel
 from collectives.operations.reduce import allreduce
 
-__all__ = ["PlacesOnDevice", "everywhere"]
+__all__ = ["DeviceBucketBuffer", "if_all_on_device"]
 
 log = logging.getLogger(__name__)
 
 
-def everywhere(group: Group, like: Sequence[Any], timeout: float | None) -> list[Resident]:
+def if_all_on_device(group: Group, like: Sequence[Any], timeout: float | None) -> list[DeviceArray]:
     """See arrays where they are, if all of a rank are on one device, on all ranks; else none.
 
     *Collective*.
@@ -46,22 +46,22 @@ def everywhere(group: Group, like: Sequence[Any], timeout: float | None) -> list
     return found if allreduce(group, mine, op=MIN, timeout=timeout)[0] else []
 
 
-def _residents(like: Sequence[Any]) -> list[Resident]:
+def _residents(like: Sequence[Any]) -> list[DeviceArray]:
     """See arrays where they are, if that is one device; else none."""
-    found: list[Resident] = []
+    found: list[DeviceArray] = []
     for x in like:
-        one = adapters.resident(x, 0)
+        one = adapters.device_array(x, 0)
         if one is None or (found and _device_id(one[1]) != _device_id(found[0])):
             return []
         found.append(one[1])
     return found
 
 
-def _device_id(array: Resident) -> int:
+def _device_id(array: DeviceArray) -> int:
     return int(array.buffer.device.context.id)
 
 
-class PlacesOnDevice:
+class DeviceBucketBuffer:
     """Memory on one device, laid out as `Places` on the host; a `BucketMemory`.
 
     Attributes:
@@ -69,7 +69,11 @@ class PlacesOnDevice:
     """
 
     def __init__(
-        self, group: Group, kinds: Sequence[Kind], options: Options, like: Sequence[Resident]
+        self,
+        group: Group,
+        kinds: Sequence[ArraySpec],
+        options: BucketOptions,
+        like: Sequence[DeviceArray],
     ) -> None:
         self.kinds = kinds
         self.options = options
@@ -81,12 +85,12 @@ class PlacesOnDevice:
         with self._context:
             self._memory = self._cupy.empty(self._layout.total, np.dtype(np.uint8))
         device.put()
-        device.settle()  # the pool may give memory that earlier work still uses
+        device.synchronize()  # the pool may give memory that earlier work still uses
         self.shown = [
             each.show(self._part(start, start + kind.nbytes, kind.dtype), kind.shape)
             for each, start, kind in zip(like, self._layout.starts, kinds, strict=True)
         ]
-        self._stretches: dict[tuple[int, ...], list[_Stretch]] = {}
+        self._stretches: dict[tuple[int, ...], list[_Segment]] = {}
         self._written: dict[int, Callable[[], None]] = {}  # waits for who has written there
 
     def results(self) -> list[Any]:
@@ -105,40 +109,40 @@ class PlacesOnDevice:
             made.append(Bucket(members, bool(stretches), name, reduce))
         return made
 
-    def fitting(self, operation: str, index: int, value: Any, name: str) -> DeviceBuffer:
+    def checked(self, operation: str, index: int, value: Any, name: str) -> DeviceBuffer:
         """See an array of any kind on the device; errors as `check_fits`."""
         kind = self.kinds[index]
-        found = adapters.resident(value, 0)
+        found = adapters.device_array(value, 0)
         if found is not None and found[1].buffer.device.context.id == self._context.id:
             check_fits(kind, found[1], operation, name)
             return found[1].buffer
-        array = host_arrays.borrow(value, operation=operation).host
+        array = host_arrays.host_view(value, operation=operation).host
         check_fits(kind, array, operation, name)
         flat = np.ascontiguousarray(array).reshape(-1).view(stored_as(kind.dtype))
         device = Device(self._cupy, self._context)
         with self._context:
             view = self._cupy.asarray(flat)
-        device.settle()  # the copy may read memory that the caller changes next
+        device.synchronize()  # the copy may read memory that the caller changes next
         return DeviceBuffer(device, view, kind.dtype)
 
-    def fill(self, bucket: Bucket, arrays: Sequence[DeviceBuffer | None], scale: float) -> None:
+    def pack(self, bucket: Bucket, arrays: Sequence[DeviceBuffer | None], scale: float) -> None:
         """Pack the arrays of a bucket, of all arrays, into their places; None for zeros."""
         given = {i: self._apart(i, arrays[i]) for i in bucket.members}
         for stretch in self._stretches[bucket.members]:
             stretch.fill({i: given[i] for i in stretch.members}, scale)
-        Device(self._cupy, self._context).settle()  # before the caller's memory is used again
+        Device(self._cupy, self._context).synchronize()  # before the caller's memory is used again
 
-    def put(self, index: int, array: DeviceBuffer | None) -> None:
+    def write(self, index: int, array: DeviceBuffer | None) -> None:
         """Write one array to its place; None if it stands there."""
         if array is None:
-            self._written[index] = streams.order([self.shown[index]])
+            self._written[index] = streams.capture_streams([self.shown[index]])
             return
         start, size = self._layout.starts[index], self._layout.sizes[index]
         place = self._part(start, start + size, array.dtype)
         place.copy_from(array)
-        place.settle()
+        place.synchronize()
 
-    def _reduce(self, members: tuple[int, ...], stretches: Sequence[_Stretch], name: str) -> None:
+    def _reduce(self, members: tuple[int, ...], stretches: Sequence[_Segment], name: str) -> None:
         for i in members:
             if (wait := self._written.pop(i, None)) is not None:
                 wait()
@@ -160,14 +164,14 @@ class PlacesOnDevice:
             view = self._memory[start:stop].view(stored_as(dtype))
         return DeviceBuffer(device, view, dtype)
 
-    def _stretch(self, members: Sequence[int], start: int, stop: int) -> _Stretch:
+    def _stretch(self, members: Sequence[int], start: int, stop: int) -> _Segment:
         starts, sizes = self._layout.starts, self._layout.sizes
         inside = [i for i in members if sizes[i] and start <= starts[i] < stop]
         inside.sort(key=lambda i: starts[i])
         dtype = self.kinds[members[0]].dtype
         firsts = [(starts[i] - start) // dtype.itemsize for i in inside]
         show = self._like[inside[0]].show
-        return _Stretch(
+        return _Segment(
             tuple(inside), firsts, functools.partial(self._part, start, stop, dtype), show
         )
 
@@ -184,7 +188,7 @@ class PlacesOnDevice:
         return copy
 
 
-class _Stretch:
+class _Segment:
     """Neighbours of one bucket.
 
     Attributes:
@@ -203,7 +207,7 @@ class _Stretch:
         self.array = show(memory(), (memory().size,))
         self._firsts = firsts
         self._memory = memory
-        self._pack = Packing()
+        self._pack = PackKernel()
 
     def fill(self, given: dict[int, DeviceBuffer | None], scale: float) -> None:
         """Pack the arrays of its members into their places, by one kernel."""

@@ -18,27 +18,27 @@ from typing import Any, TypedDict, overload
 
 import numpy as np
 
-from collectives.fusion import bucket_layout
-from collectives.arrays import lowering, host_arrays
-from collectives.arrays.host_arrays import Array, Borrowed, Rows
+from collectives.arrays import host_arrays, lowering
+from collectives.arrays.host_arrays import Array, HostArgument, RowsOut
 from collectives.arrays.reduction import MEAN, Op
-from collectives.plans import planner as plans
 from collectives.calls import counts as row_counts
-from collectives.calls.call import Call, enter
+from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
-from collectives.fusion.allreduce import handed, pairs
-from collectives.plans.by_messages import Reduction
-from collectives.calls.overloads import A, Detachable, Numbers, Unpack, Waiting
+from collectives.calls.overloads import A, CommonOptions, Detachable, Numbers, Unpack
+from collectives.fusion import bucket_layout
+from collectives.fusion.allreduce import pairs, result_view
+from collectives.plans import planner as plans
+from collectives.plans.by_messages import ReduceSpec
 
 __all__ = [
-    "GroupedReducing",
+    "FusedReduceOptions",
     "grouped_allgather",
     "grouped_broadcast",
     "grouped_reduce_scatter",
 ]
 
 
-class GroupedReducing(TypedDict, total=False):
+class FusedReduceOptions(TypedDict, total=False):
     """Options of `grouped_reduce_scatter`, for type checkers."""
 
     op: Op
@@ -51,22 +51,22 @@ class GroupedReducing(TypedDict, total=False):
 @overload
 def grouped_broadcast(
     group: Group, xs: Sequence[Numbers], root: int = 0, *, out: None = None,
-    **options: Unpack[Waiting],
+    **options: Unpack[CommonOptions],
 ) -> list[Array]: ...  # fmt: skip
 @overload
 def grouped_broadcast(
     group: Group, xs: Sequence[Detachable[A]], root: int = 0, *, out: None = None,
-    **options: Unpack[Waiting],
+    **options: Unpack[CommonOptions],
 ) -> list[A]: ...  # fmt: skip
 @overload
 def grouped_broadcast(
     group: Group, xs: Sequence[A], root: int = 0, *, out: None = None,
-    **options: Unpack[Waiting],
+    **options: Unpack[CommonOptions],
 ) -> list[A]: ...  # fmt: skip
 @overload
 def grouped_broadcast(
     group: Group, xs: Sequence[object], root: int = 0, *, out: Sequence[A],
-    **options: Unpack[Waiting],
+    **options: Unpack[CommonOptions],
 ) -> list[A]: ...  # fmt: skip
 def grouped_broadcast(
     group: Group,
@@ -97,13 +97,14 @@ def grouped_broadcast(
 
     Cost: that of one broadcast of all bytes, and a copy of them.
     """
-    with enter(group, "grouped_broadcast", timeout) as call:
+    with begin_call(group, "grouped_broadcast", timeout) as call:
         loans = [
-            host_arrays.borrow(x, to, operation=call.operation) for x, to in pairs(call.operation, xs, out)
+            host_arrays.host_view(x, to, operation=call.operation)
+            for x, to in pairs(call.operation, xs, out)
         ]
         call.check_root(root)
         kinds = [(str(loan.host.dtype), loan.host.shape) for loan in loans]
-        arrays = bucket_layout.shortened(kinds)
+        arrays = bucket_layout.summary(kinds)
         call.describe(count=len(loans), arrays=arrays, root=root, algorithm=algorithm)
         own = group.rank == root
         starts, nbytes = _places([loan.host for loan in loans])
@@ -113,25 +114,27 @@ def grouped_broadcast(
             if own:
                 part[...] = loan.host
         plans.broadcast(call, stream, root, algorithm).first(call, stream, stream)
-    made = [host_arrays.in_order_of(loan.host, part) for part, loan in zip(parts, loans, strict=True)]
-    return [handed(part, loan, out) for part, loan in zip(made, loans, strict=True)]
+    made = [
+        host_arrays.in_order_of(loan.host, part) for part, loan in zip(parts, loans, strict=True)
+    ]
+    return [result_view(part, loan, out) for part, loan in zip(made, loans, strict=True)]
 
 
 @overload
 def grouped_allgather(
-    group: Group, xs: Sequence[Numbers], *, out: None = None, **options: Unpack[Waiting]
+    group: Group, xs: Sequence[Numbers], *, out: None = None, **options: Unpack[CommonOptions]
 ) -> list[Array]: ...
 @overload
 def grouped_allgather(
-    group: Group, xs: Sequence[Detachable[A]], *, out: None = None, **options: Unpack[Waiting]
+    group: Group, xs: Sequence[Detachable[A]], *, out: None = None, **options: Unpack[CommonOptions]
 ) -> list[A]: ...
 @overload
 def grouped_allgather(
-    group: Group, xs: Sequence[A], *, out: None = None, **options: Unpack[Waiting]
+    group: Group, xs: Sequence[A], *, out: None = None, **options: Unpack[CommonOptions]
 ) -> list[A]: ...
 @overload
 def grouped_allgather(
-    group: Group, xs: Sequence[object], *, out: Sequence[A], **options: Unpack[Waiting]
+    group: Group, xs: Sequence[object], *, out: Sequence[A], **options: Unpack[CommonOptions]
 ) -> list[A]: ...
 def grouped_allgather(
     group: Group,
@@ -162,40 +165,42 @@ def grouped_allgather(
     Cost: two meetings; or two exchanges of messages, that of one all-gather of all bytes and one of
         16 bytes for each array.
     """
-    with enter(group, "grouped_allgather", timeout) as call:
+    with begin_call(group, "grouped_allgather", timeout) as call:
         arrays, tos = [], []
         for x, to in pairs(call.operation, xs, out):
-            loan = host_arrays.borrow(x, operation=call.operation)
+            loan = host_arrays.host_view(x, operation=call.operation)
             array = np.ascontiguousarray(np.atleast_1d(loan.host))
             row, dtype = array.shape[1:], array.dtype
-            tos.append(host_arrays.borrow_rows(to, row, dtype, loan, operation=call.operation))
+            tos.append(host_arrays.check_out_rows(to, row, dtype, loan, operation=call.operation))
             arrays.append(array)
         kinds = [(str(array.dtype), array.shape[1:]) for array in arrays]
-        shapes = bucket_layout.shortened(kinds)
+        shapes = bucket_layout.summary(kinds)
         call.describe(count=len(arrays), arrays=shapes, algorithm=algorithm)
-        told = call.tell(*(len(array) for array in arrays), *(to.number for to in tos))
+        told = call.exchange_integers(*(len(array) for array in arrays), *(to.number for to in tos))
         told = told.reshape(group.size, 2, len(arrays))
         rows = told[:, 0].T.tolist()  # of each array, how many each rank brings
         for array, given, numbers in zip(arrays, told[:, 1].T.tolist(), rows, strict=True):
             expected = [sum(numbers)] * group.size
-            if error := row_counts.unfit(group, call.operation, array.shape[1:], given, expected):
-                raise call.known(error)
-        results = _joined(call, arrays, rows, tos, algorithm)
+            if error := row_counts.output_mismatch(
+                group, call.operation, array.shape[1:], given, expected
+            ):
+                raise call.announce(error)
+        results = _fused_gather(call, arrays, rows, tos, algorithm)
     return [to.give_back(result) for to, result in zip(tos, results, strict=True)]
 
 
-def _joined(
+def _fused_gather(
     call: Call,
     arrays: Sequence[Array],
     rows: Sequence[Sequence[int]],
-    tos: Sequence[Rows],
+    tos: Sequence[RowsOut],
     algorithm: str,
 ) -> list[Array]:
     """Move what each rank has packed, once all know how many rows of each array it brings."""
     size, rank = call.group.size, call.group.rank
     widths = [array.itemsize * math.prod(array.shape[1:]) for array in arrays]
     streams = [
-        bucket_layout.places(
+        bucket_layout.offsets(
             [numbers[source] * width for numbers, width in zip(rows, widths, strict=True)],
             range(len(arrays)),
         )
@@ -212,7 +217,7 @@ def _joined(
     flats, results, wanted = [], [], []
     for i, (array, numbers, to) in enumerate(zip(arrays, rows, tos, strict=True)):
         shape = (sum(numbers), *array.shape[1:])
-        result, flat = host_arrays.room(to.target, shape, array.dtype, None)
+        result, flat = host_arrays.output(to.target, shape, array.dtype, None)
         results.append(result)
         flats.append(flat)
         ends = itertools.accumulate(n * widths[i] for n in numbers)
@@ -228,13 +233,13 @@ def _joined(
             part[...] = everything[first : first + part.size]
     else:
         longest = max(nbytes for _, nbytes in streams)
-        call.met(engine.publish(own, wanted, call.digest, call.deadline, longest))
-    return [host_arrays.store(flat, result) for flat, result in zip(flats, results, strict=True)]
+        call.checked(engine.publish(own, wanted, call.digest, call.deadline, longest))
+    return [host_arrays.copy_to(flat, result) for flat, result in zip(flats, results, strict=True)]
 
 
 @overload
 def grouped_reduce_scatter(
-    group: Group, xs: Sequence[Numbers], *, out: None = None, **options: Unpack[GroupedReducing]
+    group: Group, xs: Sequence[Numbers], *, out: None = None, **options: Unpack[FusedReduceOptions]
 ) -> list[Array]: ...
 @overload
 def grouped_reduce_scatter(
@@ -242,15 +247,15 @@ def grouped_reduce_scatter(
     xs: Sequence[Detachable[A]],
     *,
     out: None = None,
-    **options: Unpack[GroupedReducing],
+    **options: Unpack[FusedReduceOptions],
 ) -> list[A]: ...
 @overload
 def grouped_reduce_scatter(
-    group: Group, xs: Sequence[A], *, out: None = None, **options: Unpack[GroupedReducing]
+    group: Group, xs: Sequence[A], *, out: None = None, **options: Unpack[FusedReduceOptions]
 ) -> list[A]: ...
 @overload
 def grouped_reduce_scatter(
-    group: Group, xs: Sequence[object], *, out: Sequence[A], **options: Unpack[GroupedReducing]
+    group: Group, xs: Sequence[object], *, out: Sequence[A], **options: Unpack[FusedReduceOptions]
 ) -> list[A]: ...
 def grouped_reduce_scatter(
     group: Group,
@@ -286,28 +291,28 @@ def grouped_reduce_scatter(
 
     Cost: one reduce-scatter for each dtype, and a copy of all arrays.
     """
-    with enter(group, "grouped_reduce_scatter", timeout) as call:
-        scales = lowering.scales(prescale, postscale, operation=call.operation)
+    with begin_call(group, "grouped_reduce_scatter", timeout) as call:
+        scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
         loans, shares, kinds, by = [], [], [], op
         for x, to in pairs(call.operation, xs, out):
-            loan = host_arrays.borrow(x, operation=call.operation)
+            loan = host_arrays.host_view(x, operation=call.operation)
             array = loan.host
-            rows = row_counts.shares(call, array, counts=None)
+            rows = row_counts.split_counts(call, array, counts=None)
             kinds.append((array.dtype.name, array.shape))
-            target, give_back = None, loan.give_back
+            target, give_back = None, loan.restore
             if to is not None:
                 shape = (rows[group.rank], *array.shape[1:])
-                target, give_back = host_arrays.borrow_out(
+                target, give_back = host_arrays.check_out(
                     to, shape, array.dtype, operation=call.operation
                 )
-            loan = Borrowed(array, target, give_back)
-            way = lowering.detour(op, array.dtype, group.size, scales, operation=call.operation)
+            loan = HostArgument(array, target, give_back)
+            way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
             if way is not None:
                 loan, by = way.lend(loan)._replace(target=None), way.op
             loans.append(loan)
             shares.append(rows)
         call.describe(
-            op=op.value, count=len(loans), arrays=bucket_layout.shortened(kinds), **scales,
+            op=op.value, count=len(loans), arrays=bucket_layout.summary(kinds), **scales,
             algorithm=algorithm,
         )  # fmt: skip
         hosts = [loan.host for loan in loans]
@@ -316,16 +321,16 @@ def grouped_reduce_scatter(
         for dtype in dict.fromkeys(dtypes):
             members = [i for i, other in enumerate(dtypes) if other == dtype]
             own, rows_of = [hosts[i] for i in members], [shares[i] for i in members]
-            parts = _reduced(call, own, rows_of, Reduction(by, algorithm))
+            parts = _fused_reduce_scatter(call, own, rows_of, ReduceSpec(by, algorithm))
             for i, part in zip(members, parts, strict=True):
                 results[i] = part
         if not hosts:
             call.agree()
-    return [handed(part, loan, out) for part, loan in zip(results, loans, strict=True)]
+    return [result_view(part, loan, out) for part, loan in zip(results, loans, strict=True)]
 
 
-def _reduced(
-    call: Call, arrays: Sequence[Array], shares: Sequence[Sequence[int]], how: Reduction
+def _fused_reduce_scatter(
+    call: Call, arrays: Sequence[Array], shares: Sequence[Sequence[int]], how: ReduceSpec
 ) -> list[Array]:
     """Reduce arrays of one dtype, and return this rank's rows of each."""
     rank = call.group.rank
@@ -349,7 +354,7 @@ def _reduced(
 
 
 def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
-    return bucket_layout.places([array.nbytes for array in arrays], range(len(arrays)))
+    return bucket_layout.offsets([array.nbytes for array in arrays], range(len(arrays)))
 
 
 def _part(stream: Array, at: int, like: Array) -> Array:

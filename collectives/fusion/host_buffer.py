@@ -12,16 +12,16 @@ import numpy as np
 from collectives.arrays import host_arrays, reduction, specs
 from collectives.arrays.host_arrays import Array, address
 from collectives.arrays.reduction import Op
-from collectives.arrays.specs import Kind
-from collectives.fusion.bucket_layout import Layout
-from collectives.kernels.compression import Compression
+from collectives.arrays.specs import ArraySpec
 from collectives.calls.group import Group
+from collectives.calls.overloads import CompressionOptions
+from collectives.calls.shared_arrays import shared_empty
+from collectives.fusion.bucket_layout import BucketLayout
+from collectives.kernels.compression import Compression
 from collectives.operations.persistent import plan_allreduce
 from collectives.operations.reduce import allreduce
-from collectives.calls.shared_arrays import shared_empty
-from collectives.calls.overloads import Compressing
 
-__all__ = ["Bucket", "BucketMemory", "Options", "Places", "check_fits", "layout_of"]
+__all__ = ["Bucket", "BucketBuffer", "BucketOptions", "HostBucketBuffer", "check_fits", "layout_of"]
 
 
 class Bucket(NamedTuple):
@@ -41,7 +41,7 @@ class Bucket(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Options:
+class BucketOptions:
     """How buckets are made and reduced.
 
     Args:
@@ -63,7 +63,7 @@ class Options:
     algorithm: str
 
 
-class BucketMemory(Protocol):
+class BucketBuffer(Protocol):
     """Memory of several arrays, where they are reduced: on the host, or on a device.
 
     Attributes:
@@ -72,20 +72,20 @@ class BucketMemory(Protocol):
         shown: the places, as arrays that users write to.
     """
 
-    kinds: Sequence[Kind]
-    options: Options
+    kinds: Sequence[ArraySpec]
+    options: BucketOptions
     shown: list[Any]
 
     def results(self) -> list[Any]:
         """Return what callers get of the places."""
 
-    def fitting(self, operation: str, index: int, value: Any, name: str) -> Any:
+    def checked(self, operation: str, index: int, value: Any, name: str) -> Any:
         """See an array of any kind as `fill` and `put` want it; errors as `check_fits`."""
 
-    def fill(self, bucket: Bucket, arrays: Sequence[Any], scale: float) -> None:
+    def pack(self, bucket: Bucket, arrays: Sequence[Any], scale: float) -> None:
         """Write the arrays of a bucket, of all arrays, to their places; None for zeros."""
 
-    def put(self, index: int, array: Any) -> None:
+    def write(self, index: int, array: Any) -> None:
         """Write one array to its place; None if it stands there."""
 
     def buckets(self, order: Sequence[int]) -> list[Bucket]:
@@ -98,21 +98,21 @@ class BucketMemory(Protocol):
         """
 
 
-class Places:
+class HostBucketBuffer:
     """Memory on the host, laid out once, from the last array to the first; a `BucketMemory`.
 
     Attributes:
         shown: the places, as arrays that users write to.
     """
 
-    def __init__(self, group: Group, kinds: Sequence[Kind], options: Options) -> None:
+    def __init__(self, group: Group, kinds: Sequence[ArraySpec], options: BucketOptions) -> None:
         self.kinds = kinds
         self.options = options
         self._group = group
         self._layout = layout_of(kinds, options)
         self._memory = shared_empty(group, self._layout.total, np.uint8, timeout=options.timeout)
         self._views = [
-            specs.show(self._memory[start : start + kind.nbytes], kind)
+            specs.as_array(self._memory[start : start + kind.nbytes], kind)
             for start, kind in zip(self._layout.starts, kinds, strict=True)
         ]
         self.shown = [view.shown for view in self._views]
@@ -121,27 +121,27 @@ class Places:
         """Return what callers get of the places."""
         return [view.result() for view in self._views]
 
-    def fitting(self, operation: str, index: int, value: Any, name: str) -> Array:
+    def checked(self, operation: str, index: int, value: Any, name: str) -> Array:
         """See an array of any kind as host memory; errors as `check_fits`."""
         array: Array = value
         if type(value) is not np.ndarray:
-            array = host_arrays.borrow(value, operation=operation).host
+            array = host_arrays.host_view(value, operation=operation).host
         check_fits(self.kinds[index], array, operation, name)
         return array
 
-    def fill(self, bucket: Bucket, arrays: Sequence[Array | None], scale: float) -> None:
+    def pack(self, bucket: Bucket, arrays: Sequence[Array | None], scale: float) -> None:
         """Write the arrays of a bucket, of all arrays, to their places; None for zeros."""
         for i in bucket.members:
             _fill(self._views[i].memory, arrays[i], scale)
 
-    def put(self, index: int, array: Array | None) -> None:
+    def write(self, index: int, array: Array | None) -> None:
         """Write one array to its place; None if it stands there."""
         if array is not None:
             self._views[index].memory[...] = array
 
     def buckets(self, order: Sequence[int]) -> list[Bucket]:
         """Group the arrays as they become ready; *collective*."""
-        make = self._planned if self.options.in_memory else self._by_messages
+        make = self._plan_in_memory if self.options.in_memory else self._by_messages
         buckets = []
         for number, members in enumerate(self._layout.groups(order)):
             name = f"{self.options.name}, {number}"
@@ -151,7 +151,7 @@ class Places:
             buckets.append(Bucket(members, bool(parts), name, make(parts, name)))
         return buckets
 
-    def _planned(self, parts: Sequence[Array], _: str) -> Callable[[], None]:
+    def _plan_in_memory(self, parts: Sequence[Array], _: str) -> Callable[[], None]:
         """Make a function that reduces stretches of shared memory in place."""
         op, algorithm, timeout = self.options.op, self.options.algorithm, self.options.timeout
         plans = [
@@ -168,7 +168,7 @@ class Places:
     def _by_messages(self, parts: Sequence[Array], name: str) -> Callable[[], None]:
         """Make a function that reduces stretches of memory in place, by one call for all."""
         cuts = list(itertools.accumulate(part.size for part in parts))[:-1]
-        how = Compressing(
+        how = CompressionOptions(
             op=self.options.op,
             compression=self.options.compression,
             algorithm=self.options.algorithm,
@@ -188,13 +188,13 @@ class Places:
         return reduce
 
 
-def layout_of(kinds: Sequence[Kind], options: Options) -> Layout:
+def layout_of(kinds: Sequence[ArraySpec], options: BucketOptions) -> BucketLayout:
     """Lay out arrays of these kinds, on the host or on a device."""
     sizes, dtypes = [kind.nbytes for kind in kinds], [kind.dtype for kind in kinds]
-    return Layout(sizes, dtypes, options.limits)
+    return BucketLayout(sizes, dtypes, options.limits)
 
 
-def check_fits(kind: Kind, array: Any, operation: str, name: str) -> None:
+def check_fits(kind: ArraySpec, array: Any, operation: str, name: str) -> None:
     """Refuse an array that does not fit its place.
 
     Raises:
@@ -216,5 +216,5 @@ def _fill(memory: Array, array: Array | None, scale: float) -> None:
         if address(array) != address(memory):  # written there before
             memory[...] = array
     else:
-        with reduction.quiet():
+        with reduction.ignore_float_errors():
             np.multiply(array, scale, out=memory, casting="same_kind")

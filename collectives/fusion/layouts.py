@@ -15,21 +15,30 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.fusion import bucket_layout
-from collectives.arrays import lowering, host_arrays
-from collectives.arrays.lowering import Detour
+from collectives.arrays import host_arrays, lowering
 from collectives.arrays.host_arrays import Array, address
+from collectives.arrays.lowering import Lowering
 from collectives.arrays.reduction import Op
-from collectives.fusion.bucket_layout import Portion
-from collectives.kernels.compression import Compression
-from collectives.kernels import buffer_address
-from collectives.node import control_block
-from collectives.node.engine import Engine, Work
 from collectives.calls.call import Call
 from collectives.calls.group import Group
 from collectives.calls.shared_arrays import shared_empty
+from collectives.fusion import bucket_layout
+from collectives.fusion.bucket_layout import FusedChunk
+from collectives.kernels import buffer_address
+from collectives.kernels.compression import Compression
+from collectives.node import control_block
+from collectives.node.engine import Engine, KernelCall
 
-__all__ = ["Asked", "Groupings", "Planned", "pack", "part", "put", "reduce_whole", "unpack"]
+__all__ = [
+    "FusionKey",
+    "FusionCache",
+    "FusionPlan",
+    "pack",
+    "part",
+    "put",
+    "reduce_whole",
+    "unpack",
+]
 
 # Bytes of a portion in shared memory; the second where ranks outnumber the cores, so that a meeting
 # costs a change of process. `benchmarks/gradients.py --model resnet50`, 2 ranks on 2 cores, ms,
@@ -56,10 +65,10 @@ Kind = tuple[tuple[int, ...], "np.dtype[Any]"]
 Key = tuple[object, ...]
 
 # The shared memory of a portion, None for a whole array, and what reduces it.
-_InMemory = tuple[Array | None, Work]
+_InMemory = tuple[Array | None, KernelCall]
 
 
-class Planned(NamedTuple):
+class FusionPlan(NamedTuple):
     """How arrays of certain shapes and dtypes are reduced together.
 
     Attributes:
@@ -73,15 +82,15 @@ class Planned(NamedTuple):
     """
 
     facts: dict[str, object]
-    portions: list[Portion]
+    portions: list[FusedChunk]
     starts: list[int]
     nbytes: int
     work: list[_InMemory]
     op: Op
-    ways: list[Detour]
+    ways: list[Lowering]
 
 
-class Asked(NamedTuple):
+class FusionKey(NamedTuple):
     """What a caller asks for, scales by their words."""
 
     op: Op
@@ -95,19 +104,19 @@ class Asked(NamedTuple):
         return self.op, str(self.compression), *scales, self.algorithm, kinds, on_device
 
 
-class Groupings:
+class FusionCache:
     """What `grouped_allreduce` keeps of its calls in one group."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._portion = np.empty(0, np.uint8)
-        self.known: OrderedDict[Key, Planned] = OrderedDict()
+        self.known: OrderedDict[Key, FusionPlan] = OrderedDict()
         self._results = np.empty(0, np.uint8)
         self._holders = 0  # of the results, when nobody else knows them
 
     def find(
-        self, kinds: tuple[Kind, ...], asked: Asked, call: Call, *, on_device: bool = False
-    ) -> Planned:
+        self, kinds: tuple[Kind, ...], asked: FusionKey, call: Call, *, on_device: bool = False
+    ) -> FusionPlan:
         """Return how such arrays are reduced, compared among the ranks; planned if it is new."""
         engine = None if on_device else call.engine_for(asked.algorithm)
         known = self.known.get(asked.key(kinds, on_device=on_device))
@@ -116,7 +125,7 @@ class Groupings:
             if engine is None or not known.portions:
                 call.agree()
             return known
-        new = _described(kinds, asked, call, engine, {"memory": "device"} if on_device else {})
+        new = _describe(kinds, asked, call, engine, {"memory": "device"} if on_device else {})
         call.agree()
         if engine is not None:
             new.facts["planned"] = True  # what is driven later is not what was agreed by
@@ -124,7 +133,7 @@ class Groupings:
             new.work.extend(self._plan(call, engine, new))
         return new
 
-    def made(self, key: Key, grouping: Planned) -> None:
+    def store(self, key: Key, grouping: FusionPlan) -> None:
         """Remember a call, once the ranks have agreed, and forget the one made longest ago.
 
         All ranks know the same calls: one that knows a call does not meet one that plans it.
@@ -147,7 +156,7 @@ class Groupings:
             self._holders = sys.getrefcount(results)
         return results
 
-    def _plan(self, call: Call, engine: Engine, new: Planned) -> list[_InMemory]:
+    def _plan(self, call: Call, engine: Engine, new: FusionPlan) -> list[_InMemory]:
         """Make what reduces each portion; *collective*."""
         if not self._portion.size and not all(portion.whole for portion in new.portions):
             self._portion = shared_empty(self._group, _portion_bytes(engine), np.uint8)
@@ -163,24 +172,24 @@ class Groupings:
         return [made[_alike(portion)] for portion in new.portions]
 
 
-def _alike(portion: Portion) -> tuple[Any, int, bool]:
+def _alike(portion: FusedChunk) -> tuple[Any, int, bool]:
     """Return by what portions are reduced by the same work, one after the other."""
     return portion.dtype, portion.nbytes, portion.whole
 
 
-def _described(
+def _describe(
     kinds: Sequence[Kind],
-    asked: Asked,
+    asked: FusionKey,
     call: Call,
     engine: Engine | None,
     memory: dict[str, object],
-) -> Planned:
+) -> FusionPlan:
     """Check and describe a call with arrays of these shapes and dtypes."""
     op, compression, scales, algorithm = asked
     dtypes = [dtype for _, dtype in kinds]
     ways = []
     for dtype in dtypes:
-        way = lowering.detour(op, dtype, call.group.size, scales, operation=call.operation)
+        way = lowering.lower(op, dtype, call.group.size, scales, operation=call.operation)
         if way is not None:  # then there is one for every dtype
             ways.append(way)
     for dtype in dict.fromkeys(dtypes):
@@ -188,7 +197,7 @@ def _described(
     facts: dict[str, object] = {
         "op": op.value,
         "count": len(kinds),
-        "arrays": bucket_layout.shortened([(dtype.name, shape) for shape, dtype in kinds]),
+        "arrays": bucket_layout.summary([(dtype.name, shape) for shape, dtype in kinds]),
         **memory,
         "compression": compression,
         **scales,
@@ -201,21 +210,23 @@ def _described(
         limit, whole = _portion_bytes(engine), WHOLE_BYTES
     work = [way.dtype for way in ways] or dtypes
     by = ways[0].op if ways else op
-    return Planned(facts, *bucket_layout.portions(counts, work, limit, whole), [], by, ways)
+    return FusionPlan(
+        facts, *bucket_layout.split_by_bytes(counts, work, limit, whole), [], by, ways
+    )
 
 
 def _portion_bytes(engine: Engine) -> int:
     return PORTION_BYTES_CROWDED if engine.size > (os.cpu_count() or 1) else PORTION_BYTES
 
 
-def reduce_whole(call: Call, work: Work, x: Array, out: Array) -> None:
+def reduce_whole(call: Call, work: KernelCall, x: Array, out: Array) -> None:
     """Reduce an array, of any strides, into flat memory for its result."""
     send = host_arrays.flat(x)
     work.block[control_block.SEND], work.block[control_block.OUT] = address(send), address(out)
     call.drive(work)
 
 
-def pack(portion: Portion, hosts: Sequence[Array], into: Array) -> None:
+def pack(portion: FusedChunk, hosts: Sequence[Array], into: Array) -> None:
     """Copy the pieces of a portion side by side: 0.1 us for each, beside the copy itself."""
     pieces = [hosts[piece.array] for piece in portion.pieces]
     for at in (0, -1):  # only the first and the last can be a part of an array
@@ -225,7 +236,7 @@ def pack(portion: Portion, hosts: Sequence[Array], into: Array) -> None:
     np.concatenate(pieces, axis=None, out=into, casting="no")
 
 
-def unpack(portion: Portion, shared: Array, flats: Sequence[Array]) -> None:
+def unpack(portion: FusedChunk, shared: Array, flats: Sequence[Array]) -> None:
     """Copy what a portion has reduced to where its arrays lie."""
     at = 0
     for array, start, stop in portion.pieces:
@@ -233,7 +244,7 @@ def unpack(portion: Portion, shared: Array, flats: Sequence[Array]) -> None:
         at += stop - start
 
 
-def put(portion: Portion, shared: Array, results: Array) -> None:
+def put(portion: FusedChunk, shared: Array, results: Array) -> None:
     """Copy what a portion has reduced to its place in the memory of all results."""
     target = part(portion, results)
     if results.nbytes < STREAMED_BYTES:
@@ -242,6 +253,6 @@ def put(portion: Portion, shared: Array, results: Array) -> None:
         buffer_address.streaming()(address(target), address(shared), portion.nbytes)
 
 
-def part(portion: Portion, results: Array) -> Array:
+def part(portion: FusedChunk, results: Array) -> Array:
     """Return the results of a portion in the memory of all."""
     return results[portion.first : portion.first + portion.nbytes].view(portion.dtype)

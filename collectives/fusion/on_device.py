@@ -15,17 +15,17 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.arrays import adapters
-from collectives.arrays.adapter import Resident
-from collectives.arrays.reduction import BY_WAY
-from collectives.fusion.bucket_layout import Portion
-from collectives.kernels.cuda import Packing
+from collectives.arrays.adapter import DeviceArray
+from collectives.arrays.reduction import LOWERED
 from collectives.calls.group import Group
-from collectives.fusion.layouts import Asked
+from collectives.fusion.bucket_layout import FusedChunk
+from collectives.fusion.layouts import FusionKey
+from collectives.kernels.cuda import PackKernel
 
-__all__ = ["Lent", "Packings", "lent"]
+__all__ = ["FusedDeviceArray", "DevicePackers", "device_arguments"]
 
 
-class Lent(NamedTuple):
+class FusedDeviceArray(NamedTuple):
     """An array of a call.
 
     Attributes:
@@ -34,29 +34,29 @@ class Lent(NamedTuple):
         there: the memory of `out`.
     """
 
-    own: Resident
+    own: DeviceArray
     out: Any
-    there: Resident | None
+    there: DeviceArray | None
 
 
-def lent(
-    group: Group, asked: Asked, xs: Sequence[Any], out: Sequence[Any] | None
-) -> list[Lent] | None:
+def device_arguments(
+    group: Group, asked: FusionKey, xs: Sequence[Any], out: Sequence[Any] | None
+) -> list[FusedDeviceArray] | None:
     """See the arrays of a call where they are, if this is for them; else None.
 
     It is for arrays of one library on one device, and for what is reduced as it is.
     """
     if not len(xs) or type(xs[0]) is np.ndarray or group.size == 1 or asked.scales:
         return None
-    if asked.op in BY_WAY or (out is not None and len(out) != len(xs)):
+    if asked.op in LOWERED or (out is not None and len(out) != len(xs)):
         return None
-    found: list[Lent] = []
+    found: list[FusedDeviceArray] = []
     kinds = set()
     for i, x in enumerate(xs):
         try:
-            seen = adapters.resident(x, 0)
+            seen = adapters.device_array(x, 0)
             to = None if out is None else out[i]
-            taken = seen if to is None or to is x else adapters.resident(to, 0)
+            taken = seen if to is None or to is x else adapters.device_array(to, 0)
         except (AttributeError, LookupError, RuntimeError, TypeError, ValueError):
             return None  # the other way says what is wrong
         if seen is None or taken is None:
@@ -65,23 +65,26 @@ def lent(
         kinds.add((type(memory), own.buffer.device.context.id))
         if to is not None and (into.why_constant() is not None or _form(there) != _form(own)):
             return None
-        found.append(Lent(own, to, None if to is None else there))
+        found.append(FusedDeviceArray(own, to, None if to is None else there))
     return found if len(kinds) == 1 else None
 
 
-def _form(array: Resident) -> tuple[object, ...]:
+def _form(array: DeviceArray) -> tuple[object, ...]:
     """Return what a result has in common with its array."""
     return array.shape, array.dtype, array.buffer.device.context.id
 
 
-class Packings:
+class DevicePackers:
     """What packs the arrays of a group's calls, and unpacks results, for each dtype."""
 
     def __init__(self, group: Group) -> None:
-        self._of: dict[np.dtype[Any], tuple[Packing, Packing]] = {}
+        self._of: dict[np.dtype[Any], tuple[PackKernel, PackKernel]] = {}
 
-    def reduced(
-        self, arrays: Sequence[Lent], portions: Sequence[Portion], reduce: Callable[[Any], None]
+    def reduce(
+        self,
+        arrays: Sequence[FusedDeviceArray],
+        portions: Sequence[FusedChunk],
+        reduce: Callable[[Any], None],
     ) -> list[Any]:
         """Reduce arrays over all ranks.
 
@@ -99,7 +102,7 @@ class Packings:
             count = portion.nbytes // portion.dtype.itemsize
             whole, packed = members[0].own.new((count,))
             firsts = np.cumsum([0] + [one.own.buffer.size for one in members]).tolist()
-            pack, unpack = self._of.setdefault(portion.dtype, (Packing(), Packing()))
+            pack, unpack = self._of.setdefault(portion.dtype, (PackKernel(), PackKernel()))
             pack(
                 packed,
                 [
@@ -107,7 +110,7 @@ class Packings:
                     for one, first in zip(members, firsts, strict=False)
                 ],
             )
-            packed.settle()
+            packed.synchronize()
             reduce(whole)
             places = []
             for piece, one, first in zip(portion.pieces, members, firsts, strict=False):
@@ -120,7 +123,7 @@ class Packings:
                     one.there.write(packed[first:last])
             if places:
                 unpack.unpack(packed, places)
-            packed.settle()
+            packed.synchronize()
             for one in members:
                 if one.there is not None and one.there.is_own:
                     one.there.write(one.there.buffer)  # it is there, and is told so

@@ -7,18 +7,17 @@ import operator
 from collections.abc import Sequence
 from typing import Any
 
-from collectives.fusion import bucket_layout
 from collectives.arrays import reduction, specs
 from collectives.arrays.reduction import MEAN, Op
-from collectives.arrays.specs import Kind
-from collectives.fusion import device_buffer
-from collectives.fusion.buckets import Buckets
-from collectives.fusion.host_buffer import BucketMemory, Options, Places
-from collectives.fusion.device_buffer import PlacesOnDevice
-from collectives.kernels.compression import NONE, Compression, chosen
-from collectives.operations import split
-from collectives.calls.call import enter
+from collectives.arrays.specs import ArraySpec
+from collectives.calls.call import begin_call
 from collectives.calls.group import Group
+from collectives.fusion import bucket_layout, device_buffer
+from collectives.fusion.buckets import Buckets
+from collectives.fusion.device_buffer import DeviceBucketBuffer
+from collectives.fusion.host_buffer import BucketBuffer, BucketOptions, HostBucketBuffer
+from collectives.kernels.compression import NONE, Compression, resolve
+from collectives.operations import split
 
 __all__ = ["plan_buckets"]
 
@@ -79,9 +78,9 @@ def plan_buckets(
         ...     bool((weight == 1).all()), bias.tolist()
         (True, [0.0, 0.0, 0.0])
     """
-    with enter(group, "plan_buckets", timeout) as call:
-        compression = chosen(compression, call.operation)
-        kinds = [specs.kind_of(x, operation=call.operation) for x in like]
+    with begin_call(group, "plan_buckets", timeout) as call:
+        compression = resolve(compression, call.operation)
+        kinds = [specs.spec_of(x, operation=call.operation) for x in like]
         for dtype in {kind.dtype for kind in kinds}:
             reduction.check(op, dtype, operation=call.operation)
             compression.codec(dtype, op, network=True, name="")
@@ -98,22 +97,24 @@ def plan_buckets(
             )
         call.describe(
             op=op.value, count=len(kinds), compression=compression, bytes=limits,
-            arrays=bucket_layout.shortened([(_words(kind), kind.shape) for kind in kinds]),
+            arrays=bucket_layout.summary([(_words(kind), kind.shape) for kind in kinds]),
             algorithm=algorithm,
         )  # fmt: skip
         call.agree()
-    ranks = split.duplicate(group)
+    ranks = split.dup(group)
     name = name or f"buckets {next(_numbers)}"
-    there = device_buffer.everywhere(ranks, like, timeout)
+    there = device_buffer.if_all_on_device(ranks, like, timeout)
     if there and bucket_bytes is None:  # whatever memory the ranks meet in, slices pass through it
         limits = limits[0], BUCKET_BYTES_MESSAGES
-    options = Options(op, compression, limits, timeout, name, in_memory, algorithm)
-    places: BucketMemory = (
-        PlacesOnDevice(ranks, kinds, options, there) if there else Places(ranks, kinds, options)
+    options = BucketOptions(op, compression, limits, timeout, name, in_memory, algorithm)
+    places: BucketBuffer = (
+        DeviceBucketBuffer(ranks, kinds, options, there)
+        if there
+        else HostBucketBuffer(ranks, kinds, options)
     )
     return Buckets(ranks, places, names or [str(i) for i in range(len(kinds))])
 
 
-def _words(kind: Kind) -> str:
+def _words(kind: ArraySpec) -> str:
     """Describe the dtype of an array and its order in memory."""
     return kind.dtype.name if kind.order is None else f"{kind.dtype.name} in order {kind.order} "

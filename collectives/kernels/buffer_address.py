@@ -16,12 +16,12 @@ import numpy as np
 from collectives.arrays.host_arrays import Array, address
 from collectives.kernels import machine_code
 
-__all__ = ["Look", "in_python", "look", "streaming"]
+__all__ = ["AddressReader", "in_python", "address_reader", "streaming"]
 
 _CODE = "collectives.kernels.buffer_address_kernel"
 
 
-class Look(NamedTuple):
+class AddressReader(NamedTuple):
     """How arrays are looked at.
 
     Attributes:
@@ -48,10 +48,10 @@ def streaming() -> Callable[[int, int, int], int]:
 
 
 @functools.cache
-def look() -> Look:
+def address_reader() -> AddressReader:
     """Return the fastest way to look at arrays."""
-    machine_code.prepare([(_CODE, "readable"), (_CODE, "writable"), (_CODE, "bind")])
-    compiled = Look(
+    machine_code.ensure([(_CODE, "readable"), (_CODE, "writable"), (_CODE, "bind")])
+    compiled = AddressReader(
         machine_code.function(_CODE, "readable"),
         machine_code.function(_CODE, "writable", arguments=2),
         machine_code.function(_CODE, "bind", arguments=3),
@@ -59,7 +59,7 @@ def look() -> Look:
     return compiled if _is_right(compiled) else in_python
 
 
-def _is_right(compiled: Look) -> bool:
+def _is_right(compiled: AddressReader) -> bool:
     """Whether arrays lie in memory as compiled code believes."""
     if object.__basicsize__ != 16:  # a Python without its lock
         return False
@@ -94,4 +94,4 @@ def _bind(words: int, x: Array, out: Any) -> int:
     return 0  # who asks goes on without
 
 
-in_python = Look(_readable, _writable, _bind)
+in_python = AddressReader(_readable, _writable, _bind)

@@ -155,7 +155,7 @@ def announce_compiling() -> Iterator[None]:
 def _announce() -> None:
     # The ranks of a node have the same parent. The process that announces holds the socket until it
     # exits.
-    _announcers.append(compile_lock.place(f"announces compilation {os.getppid()}", 1))
+    _announcers.append(compile_lock.claim_slot(f"announces compilation {os.getppid()}", 1))
     if _announcers[-1] is not None:
         folder = _first_writable()
         place = "not kept on disk" if folder is None else f"kept in {folder}"

@@ -21,7 +21,7 @@ import time
 import weakref
 from collections.abc import Iterator
 
-__all__ = ["first", "place"]
+__all__ = ["wait_or_lead", "claim_slot"]
 
 # How long others wait, and how often they look. A function takes 0.3 to 2 s to compile, numba 0.5 s
 # to load, on a busy machine several times that: later than this the maker is stopped or worse.
@@ -30,7 +30,7 @@ _LOOK_SECONDS = 0.01
 
 
 @contextlib.contextmanager
-def first(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
+def wait_or_lead(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
     """Yield at once if nobody on this machine is about to make something, else when it is over.
 
     Args:
@@ -46,7 +46,7 @@ def first(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
     until = time.monotonic() + most_seconds
     waited = False
     with _socket() as own:
-        while not _taken(own, name):
+        while not _try_claim(own, name):
             waited = True
             if time.monotonic() > until:
                 break
@@ -56,14 +56,14 @@ def first(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
         yield not waited
 
 
-def place(what: str, places: int) -> socket.socket | None:
+def claim_slot(what: str, places: int) -> socket.socket | None:
     """Take one of so many places on this machine, until the socket is closed; None if all are.
 
     In a forked child it is closed.
     """
     own = _socket()
     for number in range(places):
-        if _taken(own, _name(f"{what} {number}")):
+        if _try_claim(own, _name(f"{what} {number}")):
             return own
     own.close()
     return None
@@ -94,7 +94,7 @@ def _name(what: str) -> str:
     return f"\0unisono-{name[:32]}"
 
 
-def _taken(own: socket.socket, name: str) -> bool:
+def _try_claim(own: socket.socket, name: str) -> bool:
     """Take a name; False if another process has it."""
     try:
         own.bind(name)

@@ -52,7 +52,7 @@ from numba.core.runtime.nrt import rtsys
 from numba.core.serialize import dumps, loads
 
 from collectives.core import compile_time
-from collectives.kernels import code_cache, function_digest, intrinsics, compile_lock
+from collectives.kernels import code_cache, compile_lock, function_digest, intrinsics
 from collectives.kernels.intrinsics import load, pointer
 from collectives.kernels.machine_code import KNOWN_SYMBOLS
 
@@ -296,7 +296,7 @@ class _Cache(FunctionCache):
         if found is None and self._under_way:
             entry = self._files.entry(self._index_key(signature, context.codegen()))
             self._under_way[-1].enter_context(compile_time.preparing())
-            self._under_way[-1].enter_context(compile_lock.first(entry.description))
+            self._under_way[-1].enter_context(compile_lock.wait_or_lead(entry.description))
             # Another process may have made it meanwhile.
             found = self._load_overload(signature, context)  # type: ignore[no-untyped-call]
             if found is None:
@@ -313,11 +313,11 @@ class _Cache(FunctionCache):
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
         """Describe a variant by its source, in place of numba's key."""
-        digest = function_digest.digest_of_function(self._py_func, _pickled)
+        digest = function_digest.digest_of_function(self._py_func, _pickle)
         return signature, codegen.magic_tuple(), digest
 
 
-def _pickled(value: Any) -> bytes:
+def _pickle(value: Any) -> bytes:
     try:
         pickled: bytes = dumps(value)  # type: ignore[no-untyped-call]
     except Exception:  # numba cannot compile it either, so it is not a constant of the code

@@ -45,8 +45,8 @@ from collectives.arrays.reduction import MEAN, SUM, Op
 from collectives.kernels import int8
 
 __all__ = [
-    "BF16", "FP16", "INT8", "NONE", "Codec", "Compression", "Residuals", "Where", "chosen",
-    "kernels", "numbers",
+    "BF16", "FP16", "INT8", "NONE", "Codec", "Compression", "Residuals", "Where", "resolve",
+    "kernels_for", "elements_per_item",
 ]  # fmt: skip
 
 Where = Literal["everywhere", "network"]
@@ -86,7 +86,7 @@ class Residuals:
             )
         return known
 
-    def claim(self, name: str, count: int, dtype: np.dtype[Any]) -> None:
+    def acquire(self, name: str, count: int, dtype: np.dtype[Any]) -> None:
         """Let a name stand for arrays of `count` elements of a dtype from now on.
 
         Raises:
@@ -100,7 +100,7 @@ class Residuals:
                 f"{known[1]}, got {count} of {dtype} (name: {name})"
             )
 
-    def kept(self, name: str) -> dict[str, Any]:
+    def saved(self, name: str) -> dict[str, Any]:
         """Return copies of what belongs to a name, by part."""
         return {part: x.copy() for (owner, part), x in self._arrays.items() if owner == name}
 
@@ -120,12 +120,12 @@ class Residuals:
         self._claims.clear()
 
 
-def numbers(dtype: np.dtype[Any]) -> int:
+def elements_per_item(dtype: np.dtype[Any]) -> int:
     """Return how many numbers an element of what travels stands for."""
     return int8.NUMBERS if dtype == int8.BLOCK else 1
 
 
-def kernels(dtype: np.dtype[Any]) -> Any:
+def kernels_for(dtype: np.dtype[Any]) -> Any:
     """Return the module whose `narrow`, `widen` and `reduce` are for what travels as a dtype."""
     if dtype == int8.BLOCK:
         return int8
@@ -148,10 +148,10 @@ class Codec:
     name: str = ""
     residuals: Residuals | None = None
 
-    def claim(self, count: int, dtype: np.dtype[Any]) -> None:
+    def acquire(self, count: int, dtype: np.dtype[Any]) -> None:
         """Refuse an array that is not the one whose residuals are kept; see `Residuals.claim`."""
         if self.residuals is not None:
-            self.residuals.claim(self.name, count, dtype)
+            self.residuals.acquire(self.name, count, dtype)
 
     def pack(self, source: Array, divisor: int = 1) -> Array:
         """Return a rank's contribution, rounded; arguments as `packing`."""
@@ -171,7 +171,7 @@ class Codec:
             and a function that fills its elements from one number up to another. Call it once for
             each of them.
         """
-        each, narrow = numbers(self.dtype), kernels(self.dtype).narrow
+        each, narrow = elements_per_item(self.dtype), kernels_for(self.dtype).narrow
         packed = np.empty(-(-source.size // each), self.dtype)
         residual = self._residual("contribution", source.size, source.dtype)
 
@@ -184,12 +184,12 @@ class Codec:
 
     def unpack(self, packed: Array, out: Array) -> None:
         """Fill `out`, shape (n,), float32 or float64, with a packed array."""
-        kernels(self.dtype).widen(packed, out)
+        kernels_for(self.dtype).widen(packed, out)
 
     def result_residual(self, count: int, rank: int, size: int) -> Array | None:
         """Return what is to be added to the sums of `count` elements, rounded here for all."""
         # Named after the group: how many they are is no fact on which all ranks would fail alike.
-        part, count = f"results of rank {rank} of {size}", count * numbers(self.dtype)
+        part, count = f"results of rank {rank} of {size}", count * elements_per_item(self.dtype)
         return self._residual(part, count, np.dtype(np.float32))
 
     def _residual(self, part: str, count: int, dtype: np.dtype[Any]) -> Array | None:
@@ -223,13 +223,13 @@ class Compression:
         """Return what makes it, as a program has it."""
         where = "" if self.where == "everywhere" else f".on({self.where!r})"
         feedback = "" if self.residuals is None else ".with_feedback()"
-        return f"{_words(self.dtype)[0]}{where}{feedback}"
+        return f"{_spelling(self.dtype)[0]}{where}{feedback}"
 
     def __str__(self) -> str:
         """Return the words by which ranks compare what they mean."""
         where = "" if self.where == "everywhere" else f" on {self.where}"
         feedback = "" if self.residuals is None else " with feedback"
-        return f"{_words(self.dtype)[1]}{where}{feedback}"
+        return f"{_spelling(self.dtype)[1]}{where}{feedback}"
 
     def on(self, where: Where) -> Compression:
         """Return this compression for "everywhere" or for the "network" between nodes only.
@@ -302,12 +302,12 @@ _NAMES = {
 }
 
 
-def _words(dtype: np.dtype[Any] | None) -> tuple[str, str]:
+def _spelling(dtype: np.dtype[Any] | None) -> tuple[str, str]:
     """Return how a compression is written in a program, and told apart."""
     return _NAMES.get(dtype, (f"Compression({dtype!r})", str(dtype)))
 
 
-def chosen(given: Compression | None, operation: str) -> Compression:
+def resolve(given: Compression | None, operation: str) -> Compression:
     """Return the compression that a caller means, `NONE` for None.
 
     Raises:

@@ -27,7 +27,7 @@ import numpy as np
 
 from collectives.arrays.device import DeviceBuffer, is_half
 
-__all__ = ["KERNELS", "PREAMBLE", "Kernel", "Packing", "narrow", "widen"]
+__all__ = ["KERNELS", "PREAMBLE", "Kernel", "PackKernel", "narrow", "widen"]
 
 # CuPy compiles with -ftz=true, by which float32 has no subnormal numbers: what computes with them,
 # or makes one of a float64, is an instruction of its own, which that leaves alone.
@@ -219,7 +219,7 @@ def widen(source: DeviceBuffer, out: DeviceBuffer) -> None:
     source.device.put()
 
 
-class Packing:
+class PackKernel:
     """Packs arrays into one stretch of memory, step after step, or takes them out of it.
 
     The table stays on the device as long as the arrays stay where they are. It has a row for each

@@ -14,7 +14,7 @@ from numba.extending import register_jitable
 
 from collectives.kernels import compiling, float16
 from collectives.kernels.combine import BITWISE, FUNCTIONS
-from collectives.kernels.intrinsics import canonical_nan, pointer, put_two_halves, two_halves
+from collectives.kernels.intrinsics import canonical_nan, load_half_pair, pointer, store_half_pair
 
 __all__ = ["loop", "make"]
 
@@ -38,7 +38,7 @@ _WIDE_FUNCTIONS = FUNCTIONS | {"add": _add_wide, "multiply": _multiply_wide}
 Loop = Callable[[int, int, int, int], None]
 
 
-def _inlined(function: Loop) -> Loop:
+def _inline(function: Loop) -> Loop:
     """Let a loop become a part of another one, which is vectorised for the addresses that it has.
 
     Called as a function it is not where two addresses are the same: 64 KiB of float32 are added in
@@ -74,7 +74,7 @@ def _divide(name: str) -> Loop:
     return divide
 
 
-def _both(name: str, function: str) -> Loop:
+def _binary(name: str, function: str) -> Loop:
     """Return a loop `f(dest, a, b, n)` that combines two arrays; `dest` may be one of them."""
     if name in float16.CONVERSIONS:
         return _both_halves(name, function)
@@ -90,7 +90,7 @@ def _both(name: str, function: str) -> Loop:
         for i in range(parts * n):
             y[i] = combined(a[i], b[i])
 
-    return _inlined(both)
+    return _inline(both)
 
 
 def _mean_of_two(dtype: np.dtype[Any]) -> Callable[..., Any]:
@@ -115,20 +115,20 @@ def _both_halves(name: str, function: str) -> Loop:
         for i in range(n):
             y[i] = narrow(combined(widen(a[i]), widen(b[i])))
 
-    ones = _inlined(by_ones)
+    ones = _inline(by_ones)
     if name not in float16.PAIRS:
         return ones
     low, high, narrow_pair = float16.PAIRS[name]
 
     def by_pairs(dest: int, first: int, second: int, n: int) -> None:
         for i in range(n // 2):
-            a, b = two_halves(first, i), two_halves(second, i)
+            a, b = load_half_pair(first, i), load_half_pair(second, i)
             lower, upper = combined(low(a), low(b)), combined(high(a), high(b))
-            put_two_halves(dest, i, narrow_pair(lower, upper))
+            store_half_pair(dest, i, narrow_pair(lower, upper))
         done = n // 2 * 2
         ones(dest + 2 * done, first + 2 * done, second + 2 * done, n - done)
 
-    return _inlined(by_pairs)
+    return _inline(by_pairs)
 
 
 def _combined_as_float32(function: str) -> Callable[..., Any]:
@@ -141,14 +141,14 @@ def _combined_as_float32(function: str) -> Callable[..., Any]:
     return float16.jitable(mean) if function == "mean" else exact
 
 
-def _start(name: str, function: str) -> Loop:
+def _combine_into(name: str, function: str) -> Loop:
     """Return a loop that combines two arrays into a third."""
-    return _both(name, function)
+    return _binary(name, function)
 
 
-def _add(name: str, function: str) -> Loop:
+def _accumulate(name: str, function: str) -> Loop:
     """Return a loop that combines two arrays of one type, the first in place."""
-    both = _both(name, function)
+    both = _binary(name, function)
 
     def add(dest: int, source: int, n: int, size: int) -> None:
         both(dest, dest, source, n)
@@ -156,9 +156,9 @@ def _add(name: str, function: str) -> Loop:
     return add
 
 
-def _behind(name: str, function: str) -> Loop:
+def _accumulate_reversed(name: str, function: str) -> Loop:
     """Return a loop that combines two arrays of one type, the second in place."""
-    both = _both(name, function)
+    both = _binary(name, function)
 
     def behind(dest: int, source: int, n: int, size: int) -> None:
         both(dest, source, dest, n)
@@ -224,9 +224,9 @@ def _mean(half: str) -> Loop:
 
 _KINDS: dict[str, Callable[..., Loop]] = {
     "divide": _divide,
-    "start": _start,
-    "add": _add,
-    "behind": _behind,
+    "start": _combine_into,
+    "add": _accumulate,
+    "behind": _accumulate_reversed,
     "start_half": _start_half,
     "add_half": _add_half,
     "round": _round,

@@ -28,7 +28,7 @@ __all__ = ["narrow", "reduce", "widen"]
 _TILE = 2048
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile at the first call."""
     # With Python's error model each division is checked, and no loop with one is vectorised.
     return compiling.compiled(function, nogil=True, error_model="numpy")
@@ -55,12 +55,12 @@ def _loops(half: str) -> _Loops:
             error = total[i] - widened(out[i])
             residual[i] = error if error - error == 0 else residual[i]
 
-    @_compiled
+    @_compile
     def widen(source: Any, out: Any) -> None:
         for i in range(out.size):
             out[i] = widened(source[i])
 
-    @_compiled
+    @_compile
     def narrow(source: Any, out: Any, divisor: Any) -> None:
         if divisor == 1:
             for i in range(out.size):
@@ -69,7 +69,7 @@ def _loops(half: str) -> _Loops:
             for i in range(out.size):
                 out[i] = rounded(single(source[i] / divisor))
 
-    @_compiled
+    @_compile
     def carry(source: Any, out: Any, divisor: Any, residual: Any) -> None:
         total = np.empty(_TILE, source.dtype)
         for start in range(0, out.size, _TILE):
@@ -87,7 +87,7 @@ def _reduce(half: str, settle: Callable[..., Any], combined: Any) -> Callable[..
     """Return a loop that combines the parts of all ranks, and rounds or settles the result."""
     widened, rounded = float16.CONVERSIONS[half]
 
-    @_compiled
+    @_compile
     def reduce(parts: Any, own: Any, rank: Any, divisor: Any, residual: Any) -> None:
         totals = np.empty(_TILE, np.float32)
         terms = np.empty(_TILE, np.float32)

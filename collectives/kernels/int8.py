@@ -117,7 +117,7 @@ def reduce(parts: Array, own: Array, *, rank: int, op: Op, residual: Array | Non
 
 @functools.cache
 def _loop(kind: str, *words: str) -> Callable[..., None]:
-    at = machine_code.address("collectives.kernels.int8_loops", kind, *words)
+    at = machine_code.load("collectives.kernels.int8_loops", kind, *words)
     arguments = {"narrow": 5, "widen": 3, "reduce": 7}[kind]
     return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(at)
 

@@ -67,7 +67,7 @@ def _codes(block: Any) -> Any:
 
 
 @inlined
-def _set_step(block: Any, largest: Any, mark: Any) -> Any:
+def _store_scale(block: Any, largest: Any, mark: Any) -> Any:
     """Store the step for the bits of the largest number, and return it."""
     # Rounded up, so that no code is larger than MOST.
     half = _U(_U(bits_of(_F(float_of(_U(largest)) / _F(MOST))) + _U(0xFFFF)) >> _U(16))
@@ -88,8 +88,8 @@ def _pack(total: Any, block: Any) -> Any:
     for i in range(NUMBERS):
         largest = _I(max(largest, _magnitude(_F(total[i]))))
     if largest > _USUAL:
-        return _pack_unusual(total, block)
-    step = _set_step(block, largest, _U(0))
+        return _pack_nonfinite(total, block)
+    step = _store_scale(block, largest, _U(0))
     divisor = step if step > _F(0) else _F(1)
     codes = _codes(block)
     for i in range(NUMBERS):
@@ -98,13 +98,13 @@ def _pack(total: Any, block: Any) -> Any:
 
 
 @inlined
-def _pack_unusual(total: Any, block: Any) -> Any:
+def _pack_nonfinite(total: Any, block: Any) -> Any:
     """As `_pack`, where numbers are infinite, or none, or so large that MOST steps would be."""
     largest = _I(0)
     for i in range(NUMBERS):
         magnitude = _magnitude(_F(total[i]))
         largest = _I(max(largest, magnitude if magnitude < _INFINITY else _I(0)))
-    step = _set_step(block, largest, _MARK)
+    step = _store_scale(block, largest, _MARK)
     divisor = step if step > _F(0) else _F(1)
     most = _I(min(_F(MOST), _F(_LARGEST / divisor)))
     codes = _codes(block)

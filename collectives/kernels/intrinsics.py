@@ -17,9 +17,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 __all__ = [
-    "call", "canonical_nan", "canonical_nans", "clock_gettime", "copy", "drain", "fence", "load",
-    "look_at_message", "on_stack", "pair", "pause", "pointer", "put_two_halves", "sched_yield",
-    "start_message", "store", "stream", "two_halves",
+    "call_unary", "canonical_nan", "canonical_nans", "clock_gettime", "copy", "store_fence_full", "fence", "load",
+    "mpi_test", "on_stack", "call_binary", "pause", "pointer", "store_half_pair", "sched_yield",
+    "mpi_start", "store", "stream", "load_half_pair",
 ]  # fmt: skip
 
 # From so many bytes on the C library copies by the processor's instruction for strings, `rep
@@ -65,7 +65,7 @@ def store(typingctx: Any, address: Any, value: Any) -> Any:
 
 
 @intrinsic
-def two_halves(typingctx: Any, array: Any, i: Any) -> Any:
+def load_half_pair(typingctx: Any, array: Any, i: Any) -> Any:
     """Return elements 2 i and 2 i + 1 of an array of 16 bits, by its address, as one uint32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -76,7 +76,7 @@ def two_halves(typingctx: Any, array: Any, i: Any) -> Any:
 
 
 @intrinsic
-def put_two_halves(typingctx: Any, array: Any, i: Any, halves: Any) -> Any:
+def store_half_pair(typingctx: Any, array: Any, i: Any, halves: Any) -> Any:
     """Store elements 2 i and 2 i + 1, as `two_halves` returns them."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -208,7 +208,7 @@ def fence(typingctx: Any) -> Any:
 
 
 @intrinsic
-def drain(typingctx: Any) -> Any:
+def store_fence_full(typingctx: Any) -> Any:
     """Wait until all that was stored has reached the caches, before anything later begins.
 
     On x86-64 that is `mfence`. What compilers take for a fence there, a locked instruction, lets
@@ -224,7 +224,7 @@ def drain(typingctx: Any) -> Any:
 
 
 @intrinsic
-def call(typingctx: Any, function: Any, dest: Any, source: Any, n: Any, size: Any) -> Any:
+def call_unary(typingctx: Any, function: Any, dest: Any, source: Any, n: Any, size: Any) -> Any:
     """Call a loop `f(dest, source, n, size)` by its address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -255,7 +255,7 @@ def on_stack(kind: Any, count: int) -> Any:
 
 
 @intrinsic
-def pair(typingctx: Any, function: Any, dest: Any, a: Any, b: Any, n: Any) -> Any:
+def call_binary(typingctx: Any, function: Any, dest: Any, a: Any, b: Any, n: Any) -> Any:
     """Call a loop `f(dest, a, b, n)` by its address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -283,7 +283,7 @@ def _mpi(builder: Any, function: Any, kinds: Any, args: Any) -> Any:
 
 
 @intrinsic
-def start_message(
+def mpi_start(
     typingctx: Any, function: Any, memory: Any, nbytes: Any, byte: Any, peer: Any, tag: Any,
     comm: Any, request: Any,
 ) -> Any:  # fmt: skip
@@ -297,7 +297,7 @@ def start_message(
 
 
 @intrinsic
-def look_at_message(typingctx: Any, function: Any, request: Any, flag: Any, status: Any) -> Any:
+def mpi_test(typingctx: Any, function: Any, request: Any, flag: Any, status: Any) -> Any:
     """Call `MPI_Test` with three addresses; returns MPI's error."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:

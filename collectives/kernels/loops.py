@@ -17,7 +17,7 @@ from collectives.arrays.device import is_half
 from collectives.arrays.reduction import RULES, Op
 from collectives.kernels import machine_code
 
-__all__ = ["Loops", "behind", "behind_name", "loops", "names"]
+__all__ = ["Loops", "reversed_loop", "reversed_name", "loops", "names"]
 
 
 class Loops(NamedTuple):
@@ -47,8 +47,8 @@ def loops(dtype: np.dtype[Any], op: str, *, of_two: bool = False) -> Loops:
             that at once, with the same bits, and nothing is left to `fill` and `save`.
     """
     found = names(dtype, op, of_two=of_two)
-    machine_code.prepare([name for name in found if name is not None])
-    return Loops(*(0 if name is None else machine_code.address(*name) for name in found))
+    machine_code.ensure([name for name in found if name is not None])
+    return Loops(*(0 if name is None else machine_code.load(*name) for name in found))
 
 
 def names(
@@ -56,7 +56,7 @@ def names(
 ) -> tuple[tuple[str, ...] | None, ...]:
     """Return what `machine_code` knows the loops by, in the order of `Loops`; None for a copy."""
     if of_two:
-        return None, _loop("start", *_of_two(dtype, op)), _loop("add", *_of_two(dtype, op)), None
+        return None, _loop("start", *_binary(dtype, op)), _loop("add", *_binary(dtype, op)), None
     function = RULES[Op(op)].function
     mean = op == "MEAN"
     if is_half(dtype):
@@ -68,20 +68,20 @@ def names(
     return fill, _loop("start", storage, function), _loop("add", storage, function), None
 
 
-def behind(dtype: np.dtype[Any], op: str) -> int:
+def reversed_loop(dtype: np.dtype[Any], op: str) -> int:
     """Return the loop of two arrays that puts the other one before its own.
 
     As `add`, with operands exchanged; arguments as `loops`.
     """
-    return machine_code.address(*behind_name(dtype, op))
+    return machine_code.load(*reversed_name(dtype, op))
 
 
-def behind_name(dtype: np.dtype[Any], op: str) -> tuple[str, ...]:
+def reversed_name(dtype: np.dtype[Any], op: str) -> tuple[str, ...]:
     """Return what `machine_code` knows it by."""
-    return _loop("behind", *_of_two(dtype, op))
+    return _loop("behind", *_binary(dtype, op))
 
 
-def _of_two(dtype: np.dtype[Any], op: str) -> tuple[str, str]:
+def _binary(dtype: np.dtype[Any], op: str) -> tuple[str, str]:
     """Return how two arrays are combined at once, as `collectives.kernels.elementwise` knows it."""
     return _storage(dtype), "mean" if op == "MEAN" else RULES[Op(op)].function
 

@@ -30,7 +30,7 @@ from typing import Any
 from collectives.core import compile_time
 from collectives.kernels import code_cache, compile_lock
 
-__all__ = ["KNOWN_SYMBOLS", "address", "function", "is_kept", "prepare"]
+__all__ = ["KNOWN_SYMBOLS", "load", "function", "is_kept", "ensure"]
 
 # How Python calls what `compiling.python_code` makes.
 _OF_PYTHON = (
@@ -50,7 +50,7 @@ _place: list[socket.socket] = []  # of this process among those that make code
 os.register_at_fork(after_in_child=_place.clear)  # the parent's
 
 
-def address(module: str, *words: str) -> int:
+def load(module: str, *words: str) -> int:
     """Return the address of a function, which stays there as long as the process lives.
 
     Args:
@@ -65,7 +65,7 @@ def address(module: str, *words: str) -> int:
         return _addresses[name]
 
 
-def prepare(names: Sequence[tuple[str, ...]]) -> None:
+def ensure(names: Sequence[tuple[str, ...]]) -> None:
     """Make, of functions that this process will load, those that no file has and nobody makes yet.
 
     Ranks that need the same functions at the same moment so make one each, where they would wait
@@ -83,7 +83,7 @@ def prepare(names: Sequence[tuple[str, ...]]) -> None:
             return
         with compile_time.preparing():
             for name, code in codes.items():
-                with compile_lock.first(code.described, 0.0) as is_first:
+                with compile_lock.wait_or_lead(code.described, 0.0) as is_first:
                     if is_first and code.read() is None:
                         _made[name] = code.make()
 
@@ -94,7 +94,11 @@ def _makes_code(where: str) -> bool:
     Args:
         where: others that make code there are counted.
     """
-    if not _place and (free := compile_lock.place(f"makes code {where}", os.cpu_count() or 1)) is not None:
+    if (
+        not _place
+        and (free := compile_lock.claim_slot(f"makes code {where}", os.cpu_count() or 1))
+        is not None
+    ):
         _place.append(free)
     return bool(_place)
 
@@ -113,7 +117,7 @@ def function(module: str, *words: str, arguments: int = 1) -> Callable[..., int]
     """
     name = words[-1].encode()
     how = _ONE_ARGUMENT if arguments == 1 else _ARRAY_OF_ARGUMENTS
-    definition = _Definition(name, address(module, *words), how, None)
+    definition = _Definition(name, load(module, *words), how, None)
     _definitions.append(definition)
     made: Callable[..., int] = _new_builtin(ctypes.byref(definition), None, None)
     return made
@@ -141,7 +145,7 @@ def _load(name: tuple[str, ...]) -> int:
     code = _Code(name)
     content = _made.pop(name, None) or code.read()
     if content is None:
-        with compile_lock.first(code.described):
+        with compile_lock.wait_or_lead(code.described):
             # Another process may have made it meanwhile.
             content = code.read() or code.make()
     import llvmlite.binding as llvm

@@ -19,7 +19,7 @@ from typing import TYPE_CHECKING, Any, NoReturn
 
 from collectives.core.errors import CollectiveTimeout, await_turn, page
 from collectives.launch.open_mpi import is_fault_tolerant
-from collectives.transport import liveness, failure_detector
+from collectives.transport import failure_detector, liveness
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -73,7 +73,7 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
     def abort(
         kind: type[BaseException], error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        text = _formatted(kind, error or kind(), trace)
+        text = _format_traceback(kind, error or kind(), trace)
         place = None if error is None else page(error)
         end(text if place is None else f"{text}what to do: {place}", 1, error)
         sys.__excepthook__(kind, error or kind(), trace)  # in a forked child, or after MPI
@@ -88,7 +88,9 @@ def abort_on_exception(world: MPI.Intracomm) -> None:
     sys.exit = _exit
 
 
-def _formatted(kind: type[BaseException], error: BaseException, trace: TracebackType | None) -> str:
+def _format_traceback(
+    kind: type[BaseException], error: BaseException, trace: TracebackType | None
+) -> str:
     """Return a traceback as the interpreter prints it."""
     if sys.version_info >= (3, 12):
         return "".join(traceback.format_exception(kind, error, trace))
@@ -197,5 +199,5 @@ def leave(status: int) -> NoReturn:
     Raises:
         SystemExit: with the status.
     """
-    liveness.will_leave_with(status)
+    liveness.announce_status(status)
     raise SystemExit(status)

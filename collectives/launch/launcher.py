@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from collectives.core.errors import LaunchError
 
 __all__ = [
-    "check_is_no_child", "check_world_size", "launched_processes", "mark_children", "number",
+    "check_is_no_child", "check_world_size", "launched_processes", "mark_children", "env_count",
 ]  # fmt: skip
 
 # The variable by which a child of a rank recognizes that it is not a rank: number, process and
@@ -47,7 +47,7 @@ def check_world_size(environ: Mapping[str, str], world_size: int, library: str) 
     """
     if world_size > 1:
         return
-    launched = _launched(environ)
+    launched = _find_launcher(environ)
     if launched is None:
         return
     variable, count, launcher, cure = launched
@@ -103,11 +103,11 @@ def launched_processes() -> int:
 
     Looks at the environment only: MPI is not started.
     """
-    launched = _launched(os.environ)
+    launched = _find_launcher(os.environ)
     return 1 if launched is None else launched[1]
 
 
-def _launched(environ: Mapping[str, str]) -> tuple[str, int, str, str] | None:
+def _find_launcher(environ: Mapping[str, str]) -> tuple[str, int, str, str] | None:
     """Return (variable, processes, launcher, cure) of the innermost launcher that left a trace."""
     mixed = (
         "The launcher probably belongs to another MPI than the one Python loaded: start with the "
@@ -115,13 +115,13 @@ def _launched(environ: Mapping[str, str]) -> tuple[str, int, str, str] | None:
     )
     own = "OMPI_COMM_WORLD_SIZE"
     if own in environ:
-        return own, number(environ[own]), "mpirun of Open MPI", mixed
+        return own, env_count(environ[own]), "mpirun of Open MPI", mixed
     if "TORCHELASTIC_RUN_ID" in environ:
         cure = "torchrun starts no MPI: start with `mpirun -np N python train.py`, or `srun`"
-        return "WORLD_SIZE", number(environ.get("WORLD_SIZE", "1")), "torchrun", cure
+        return "WORLD_SIZE", env_count(environ.get("WORLD_SIZE", "1")), "torchrun", cure
     if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
-        step = number(environ.get("SLURM_STEP_ID", "0"))
-        count = number(environ["SLURM_STEP_NUM_TASKS"])
+        step = env_count(environ.get("SLURM_STEP_ID", "0"))
+        count = env_count(environ["SLURM_STEP_NUM_TASKS"])
         if step < _SLURM_SPECIAL_STEPS:
             cure = (
                 "`srun --mpi=pmi2` and `srun --mpi=none` do this with Open MPI 5, without an "
@@ -131,10 +131,10 @@ def _launched(environ: Mapping[str, str]) -> tuple[str, int, str, str] | None:
             return "SLURM_STEP_NUM_TASKS", count, "srun", cure
     if "PMI_SIZE" in environ:
         name = "Intel MPI" if "I_MPI_HYDRA_UUID" in environ else "MPICH"
-        return "PMI_SIZE", number(environ["PMI_SIZE"]), f"mpirun of {name}", mixed
+        return "PMI_SIZE", env_count(environ["PMI_SIZE"]), f"mpirun of {name}", mixed
     return None
 
 
-def number(text: str) -> int:
+def env_count(text: str) -> int:
     """Return the number in a variable of a launcher, 1 where there is none."""
     return int(text) if text.isdigit() else 1

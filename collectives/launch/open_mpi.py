@@ -5,12 +5,12 @@ from __future__ import annotations
 import os
 from collections.abc import Mapping
 
-from collectives.launch.launcher import number
+from collectives.launch.launcher import env_count
 
-__all__ = ["is_fault_tolerant", "settings", "too_late"]
+__all__ = ["is_fault_tolerant", "recommended_settings", "late_settings_warning"]
 
 
-def settings(environ: Mapping[str, str], cores: int) -> dict[str, str]:
+def recommended_settings(environ: Mapping[str, str], cores: int) -> dict[str, str]:
     """Return the settings for Open MPI that help here and that the user has not made.
 
     Other MPI libraries ignore them, and are best as they are: Intel MPI 2021.19 takes 7.0 to 8.8 s
@@ -45,7 +45,7 @@ def settings(environ: Mapping[str, str], cores: int) -> dict[str, str]:
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
-def too_late(environ: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
+def late_settings_warning(environ: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
     """Return a warning where MPI may have started without settings that it needs between nodes.
 
     Args:
@@ -56,7 +56,7 @@ def too_late(environ: Mapping[str, str], wanted: Mapping[str, str]) -> str | Non
         Words for the first rank; None for the others, and where nothing is lost.
     """
     ranks, of_node = (
-        number(environ.get(name, ""))
+        env_count(environ.get(name, ""))
         for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     )
     of_lines = [f"{name}={value}" for name, value in wanted.items() if "_tcp_" in name]

@@ -11,14 +11,14 @@ from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 from collectives.core.errors import LaunchError
-from collectives.launch import launcher, open_mpi
 from collectives.core.settings import Settings
+from collectives.launch import launcher, open_mpi
 from collectives.transport import liveness
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["library", "mark_children", "members", "some", "start_mpi"]
+__all__ = ["library", "mark_children", "checked_ranks", "sub_communicator", "start_mpi"]
 
 log = logging.getLogger(__name__)
 
@@ -36,9 +36,11 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
     """
     launcher.check_is_no_child(os.environ)
     wanted = (
-        open_mpi.settings(os.environ, os.cpu_count() or 1) if configuration.mpi_settings else {}
+        open_mpi.recommended_settings(os.environ, os.cpu_count() or 1)
+        if configuration.mpi_settings
+        else {}
     )
-    late = "mpi4py.MPI" in sys.modules and open_mpi.too_late(os.environ, wanted)
+    late = "mpi4py.MPI" in sys.modules and open_mpi.late_settings_warning(os.environ, wanted)
     os.environ.update(wanted)
     try:
         ends_here = _take_over_finalize()
@@ -87,7 +89,7 @@ def mark_children() -> None:
     launcher.mark_children(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
 
 
-def members(comm: MPI.Comm | Sequence[int], operation: str = "init") -> list[int]:
+def checked_ranks(comm: MPI.Comm | Sequence[int], operation: str = "init") -> list[int]:
     """Return the numbers that processes have among all, in `MPI.COMM_WORLD`.
 
     Args:
@@ -127,14 +129,14 @@ def members(comm: MPI.Comm | Sequence[int], operation: str = "init") -> list[int
     return numbers
 
 
-def some(comm: MPI.Comm | Sequence[int]) -> MPI.Intracomm:
+def sub_communicator(comm: MPI.Comm | Sequence[int]) -> MPI.Intracomm:
     """Return a communicator of the processes that are named, *collective* over these.
 
     Args and errors as `members`; and a ValueError where this process is not among them.
     """
     from mpi4py import MPI
 
-    numbers = members(comm)
+    numbers = checked_ranks(comm)
     if isinstance(comm, MPI.Intracomm):
         return comm
     own = MPI.COMM_WORLD.Get_rank()

@@ -24,12 +24,23 @@ from numba import carray, njit
 
 from collectives.kernels.intrinsics import fence, load, pointer, store
 from collectives.node import control_block as w
+from collectives.node.result_stores import begin_result, end_result, write_result
+from collectives.node.slot_stores import publish_flag, write_slot
 from collectives.node.store_autotuner import begin_stores, count_waits, end_stores
-from collectives.node.synchronization import agreed, alike, announce, end, header, next_round, slot, state, wait, wait_for
-from collectives.node.result_stores import begin_result, end_result, put_result
-from collectives.node.slot_stores import put, tell
+from collectives.node.synchronization import (
+    details_match,
+    end,
+    hashes_match,
+    header,
+    next_round,
+    publish_hash,
+    slot,
+    state,
+    wait,
+    wait_for,
+)
 
-__all__ = ["flow", "publish"]
+__all__ = ["pipelined_copy", "one_shot_copy"]
 
 # A row of the table of `publish` and `flow`: whose stream, its first byte, the one after its last,
 # and where they go, counted from OUT.
@@ -42,8 +53,8 @@ def _put_own(block: Any, dest: int, first: int, stop: int) -> None:
     before, after = min(stop, max(first, block[w.KEPT])), max(first, min(stop, block[w.KEPT_TO]))
     if before >= after:
         before = after = stop
-    put(block, dest, block[w.SEND] + first, before - first)  # [fill]
-    put(block, dest + after - first, block[w.SEND] + after, stop - after)  # [fill]
+    write_slot(block, dest, block[w.SEND] + first, before - first)  # [fill]
+    write_slot(block, dest + after - first, block[w.SEND] + after, stop - after)  # [fill]
 
 
 @njit
@@ -52,7 +63,7 @@ def _copy_row(block: Any, row: int, source: int, first: int, stop: int, far: boo
     table = carray(pointer(block[w.TABLE]), (block[w.ROWS], 4), np.int64)
     dest = block[w.OUT] + table[row, DEST] + first - table[row, FROM]
     if dest != source:  # else it is in its place already
-        put_result(block, dest, source, stop - first, far)
+        write_result(block, dest, source, stop - first, far)
 
 
 @njit
@@ -65,7 +76,7 @@ def _copy_own(block: Any, first: int, stop: int) -> None:
             _copy_row(block, row, block[w.SEND] + start, start, end, False)
 
 
-def publish(address: int) -> int:
+def one_shot_copy(address: int) -> int:
     """Let every rank publish a few bytes, and copy what it wants of the others' bytes.
 
     Broadcast, gather, all-gather, scatter and all-to-all differ only in who publishes what and who
@@ -74,17 +85,17 @@ def publish(address: int) -> int:
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
         number = next_round(block)  # [number]
-        announce(block, number)  # [hash]
+        publish_hash(block, number)  # [hash]
         begin_stores(block, 0)
         _put_own(block, slot(block, block[w.RANK], number), 0, block[w.COUNT])
-        tell(block, w.FILLED, number)  # [filled]
+        publish_flag(block, w.FILLED, number)  # [filled]
         block[w.PHASE] = 1
     number = block[w.FIRST]
     if not wait(block, w.FILLED, number):  # [all filled]
         return w.WAITING
-    if not agreed(block):  # [hashes]
+    if not hashes_match(block):  # [hashes]
         return end(block, w.MISMATCH, 1)
-    if not alike(block):  # [hashes]
+    if not details_match(block):  # [hashes]
         return end(block, w.DONE, 1)
     _copy_own(block, 0, block[w.COUNT])
     table = carray(pointer(block[w.TABLE]), (block[w.ROWS], 4), np.int64)
@@ -103,7 +114,7 @@ def _part_number(block: Any, number: int, part: int) -> int:
 
 
 @njit
-def _room(block: Any, rank: int, number: int) -> int:
+def _slot_offset(block: Any, rank: int, number: int) -> int:
     """Return where in a rank's slot a round of a flow begins: what is short takes turns in it.
 
     So that it is stored into lines that the readers' level 2 caches have dropped by then.
@@ -116,13 +127,13 @@ def _room(block: Any, rank: int, number: int) -> int:
 def _put_parts(block: Any, turn: int) -> None:
     """Fill this rank's slot for a round of a flow, and tell of each part."""
     number, window = block[w.FIRST] + turn, turn * block[w.SLOT_BYTES]
-    own = _room(block, block[w.RANK], number)
+    own = _slot_offset(block, block[w.RANK], number)
     stop = min(block[w.COUNT], window + block[w.SLOT_BYTES])
     for first in range(window, stop, w.PART_BYTES):
         _put_own(block, own + first - window, first, min(stop, first + w.PART_BYTES))
         store(header(block, block[w.RANK]) + 8 * w.STORED, state(block)[w.WAY])  # [hint]
         told = _part_number(block, number, (first - window) // w.PART_BYTES)
-        tell(block, w.PARTS, told)  # [part]
+        publish_flag(block, w.PARTS, told)  # [part]
 
 
 @njit
@@ -143,7 +154,7 @@ def _copy_parts(block: Any, turn: int) -> bool:
                 if not wait_for(block, peer, told):  # [part is there]
                     return False
                 far = load(header(block, peer) + 8 * w.STORED) == w.STREAMING  # [hint]
-                source = _room(block, peer, number) + first - window  # [read]
+                source = _slot_offset(block, peer, number) + first - window  # [read]
                 _copy_row(block, row, source, first, last, far)
         block[w.AT] += 1
     block[w.AT] = 0
@@ -151,11 +162,11 @@ def _copy_parts(block: Any, turn: int) -> bool:
     return True
 
 
-def flow(address: int) -> int:
+def pipelined_copy(address: int) -> int:
     """As `publish`, for streams of many parts: each is read while the next is put."""
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
-        announce(block, next_round(block))  # [number] [hash]
+        publish_hash(block, next_round(block))  # [number] [hash]
         begin_stores(block, block[w.LONGEST])
         begin_result(block, block[w.TAKEN])
         block[w.PHASE] = 1
@@ -163,15 +174,15 @@ def flow(address: int) -> int:
         turn = block[w.DONE_ROUNDS]
         number = block[w.FIRST] + turn
         if block[w.PHASE] == 1:
-            tell(block, w.FILLED, number)  # [filled]
+            publish_flag(block, w.FILLED, number)  # [filled]
             _put_parts(block, turn)
             block[w.PHASE] = 2
         if block[w.PHASE] == 2 and turn == 0:  # nobody copies before all are known to be alike
             if not wait(block, w.FILLED, number):  # [all filled]
                 return w.WAITING
-            if not agreed(block):  # [hashes]
+            if not hashes_match(block):  # [hashes]
                 return end(block, w.MISMATCH, 1)
-            if not alike(block):  # [hashes]
+            if not details_match(block):  # [hashes]
                 return end(block, w.DONE, 1)
             count_waits(block)
         if block[w.PHASE] == 2:

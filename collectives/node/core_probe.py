@@ -13,7 +13,7 @@ from typing import Any
 
 from numba import njit
 
-from collectives.kernels.intrinsics import copy, drain
+from collectives.kernels.intrinsics import copy, store_fence_full
 from collectives.node import control_block as w
 from collectives.node.synchronization import now, state
 
@@ -50,15 +50,15 @@ def has_moved(block: Any, dest: int, source: int, nbytes: int) -> bool:
     head = -dest % _LINE
     fastest = 1 << 62
     for group in range(_GROUPS):
-        drain()
+        store_fence_full()
         began = now(block)
         for line in range(group * _GROUP, (group + 1) * _GROUP):
             at = head + _LINE * (line * _STRIDE % (_GROUPS * _GROUP))
             copy(dest + at, near + at, 8)
-            drain()
+            store_fence_full()
         fastest = min(fastest, now(block) - began)
     copy(dest, near, nbytes)
-    drain()  # [change]
+    store_fence_full()  # [change]
     own[w.LINE_NS] = max(1, fastest // _GROUP)
     place = w.FAR if own[w.LINE_NS] >= _FAR else w.NEAR
     own[w.AGAINST] = 0 if place == own[w.PLACE] else own[w.AGAINST] + 1

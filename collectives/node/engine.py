@@ -47,20 +47,20 @@ from typing import TYPE_CHECKING, NamedTuple
 
 import numpy as np
 
-from collectives.core import topology
 from collectives.arrays.device import is_half
 from collectives.arrays.host_arrays import Array, address
 from collectives.arrays.reduction import Op
+from collectives.core import topology
 from collectives.core.errors import PeerFailure
-from collectives.kernels import precompile, machine_code
-from collectives.kernels.loops import behind, behind_name, loops
-from collectives.kernels.loops import names as loop_names
-from collectives.node import temporary_directories, segment, kernel_selection, control_block
-from collectives.node.shared_arrays import SharedArrays
 from collectives.core.settings import Stores
+from collectives.kernels import machine_code, precompile
+from collectives.kernels.loops import loops, reversed_loop, reversed_name
+from collectives.kernels.loops import names as loop_names
+from collectives.node import control_block, kernel_selection, segment, temporary_directories
+from collectives.node.shared_arrays import SharedArrays
 from collectives.transport import liveness
+from collectives.transport.backoff import Backoff, CompletedWait, Deadline, this_thread
 from collectives.transport.transport import Transport
-from collectives.transport.backoff import Deadline, Known, Wait, this_thread
 
 if TYPE_CHECKING:
     from collections.abc import Callable
@@ -68,7 +68,7 @@ if TYPE_CHECKING:
     # Of a block; perhaps also where to note the times of the call, and its number.
     Kernel = Callable[..., int]
 
-__all__ = ["Engine", "Rows", "Work", "compile_ahead", "start"]
+__all__ = ["Engine", "CopyTable", "KernelCall", "compile_ahead", "start"]
 
 # With many ranks a slot grows, so that a rank's piece of it keeps at least 16 KiB, up to 1 MiB.
 _PIECE_BYTES = 1 << 14
@@ -99,16 +99,18 @@ _ROUNDS = "collectives.node.reduce_kernels"
 _kind = functools.partial(machine_code.function, _ROUNDS, arguments=3)
 
 # Parts of other ranks' streams: rank, first byte, byte after the last, and where the bytes go.
-Rows = Sequence[tuple[int, int, int, int]]
+CopyTable = Sequence[tuple[int, int, int, int]]
 
 
 def compile_ahead() -> None:
     """Let another process compile the kinds of calls that were never made on this machine."""
     # First what the first calls of most programs do not need.
-    precompile.compile_ahead(_ROUNDS, "pipelined", "direct", "shared", "flow", "publish", "one_shot")
+    precompile.compile_ahead(
+        _ROUNDS, "pipelined", "direct", "shared", "flow", "publish", "one_shot"
+    )
 
 
-class Work(NamedTuple):
+class KernelCall(NamedTuple):
     """A call, ready to be driven: kernel, block, and the memory that the block points to."""
 
     kernel: Kernel
@@ -125,7 +127,7 @@ def start(transport: Transport, directory: str | None, deadline: Deadline) -> En
     if transport.size == 1 or directory is None:
         return None
     slot = max(kernel_selection.SLOT_BYTES, min(_MOST_SLOT_BYTES, transport.size * _PIECE_BYTES))
-    if transport.whole is not transport:
+    if transport.parent is not transport:
         slot = max(slot, SLOT_BYTES_OF_PART)
     headers = -(-transport.size * (control_block.HEADER_BYTES + NOTE_BYTES) // _PAGE) * _PAGE
     memory = segment.create(transport, headers, 2 * slot, directory, deadline)
@@ -143,13 +145,15 @@ def _signs_of_life(
     with contextlib.ExitStack() as stack:
         if transport.rank == 0:
             with contextlib.suppress(OSError):
-                path = liveness.create(stack.enter_context(temporary_directories.temporary(directory)))
-        path = segment.from_rank_0(transport, path, deadline)
+                path = liveness.create(
+                    stack.enter_context(temporary_directories.temporary(directory))
+                )
+        path = segment.broadcast_text(transport, path, deadline)
         try:
             own = liveness.Liveness(path, transport.rank, transport.size) if path else None
         except OSError as error:
             problem = str(error)
-        problem = segment.first_problem(transport, problem, deadline)
+        problem = segment.first_error(transport, problem, deadline)
     if own is not None and problem:
         own.close()
         return None
@@ -181,9 +185,9 @@ class Engine:
         living: liveness.Liveness | None,
     ) -> None:  # fmt: skip
         self._transport = transport
-        self._is_part = transport.whole is not transport
+        self._is_part = transport.parent is not transport
         self._living = living
-        self._gone: tuple[int, Wait] | None = None  # rank that has left, and in which wait
+        self._gone: tuple[int, Backoff] | None = None  # rank that has left, and in which wait
         self.last_call: Callable[[int], str] = str
         first = transport.size * control_block.HEADER_BYTES
         self.notes = memory[first : first + transport.size * NOTE_BYTES]
@@ -193,7 +197,7 @@ class Engine:
         self._memory = memory
         self._slot = slot
         self._state = np.zeros(control_block.STATE_WORDS, np.int64)
-        self.choose_stores("auto")
+        self.set_store_mode("auto")
         self._times = np.zeros(control_block.FIRST_NOTE, np.int64)
         self._notes = self._times.data
         self._scratch = np.empty(4 * control_block.TILE_BYTES, np.uint8)
@@ -217,14 +221,19 @@ class Engine:
         ):
             self._template[word] = value
 
-    def choose_stores(self, stores: Stores) -> None:
+    def set_store_mode(self, stores: Stores) -> None:
         """Say how this rank hands bytes to others, or let it measure; the others may do otherwise.
 
         Every rank has its own way, which it may change between two stores: the bits do not.
         """
         self._state[control_block.FIXED] = stores != "auto"
-        self._state[control_block.WAY] = control_block.STREAMING if stores == "streaming" else control_block.PLAIN
-        self._state[control_block.NEAR_WAY], self._state[control_block.FAR_WAY] = control_block.PLAIN, control_block.STREAMING
+        self._state[control_block.WAY] = (
+            control_block.STREAMING if stores == "streaming" else control_block.PLAIN
+        )
+        self._state[control_block.NEAR_WAY], self._state[control_block.FAR_WAY] = (
+            control_block.PLAIN,
+            control_block.STREAMING,
+        )
 
     @property
     def stores(self) -> tuple[str, int]:
@@ -234,7 +243,9 @@ class Engine:
         rank has read; 0 if not measured.
         """
         way = "plain" if self._state[control_block.WAY] == control_block.PLAIN else "streaming"
-        return way, 0 if self._state[control_block.FIXED] else int(self._state[control_block.LINE_NS])
+        return way, 0 if self._state[control_block.FIXED] else int(
+            self._state[control_block.LINE_NS]
+        )
 
     def agree(self, digest: int, deadline: Deadline) -> bool:
         """Wait for all ranks; tell whether they bring the same digest of their call."""
@@ -248,51 +259,63 @@ class Engine:
         alike = self.publish(own, wanted, digest, deadline, own.nbytes)
         return numbers.tolist() if alike else None
 
-    def plan_allreduce(self, send: Array, out: Array, op: Op, digest: int, among: int = 0) -> Work:
+    def plan_allreduce(
+        self, send: Array, out: Array, op: Op, digest: int, among: int = 0
+    ) -> KernelCall:
         """Prepare to reduce flat arrays into `out`, which may be `send`.
 
         The work may be driven again and again while the arrays live; `among` are the bytes of all
         results of a call of which this is a part.
         """
-        place = self.shared.place_of(send, out)
+        place = self.shared.location_of_pair(send, out)
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
         halves = is_half(send.dtype)
-        kind = kernel_selection.way(send.nbytes, self.size, crowded=self._crowded, halves=halves)
+        kind = kernel_selection.select(send.nbytes, self.size, crowded=self._crowded, halves=halves)
         kind = kind if place is None else "shared"
         has_behind = kind in ("one_shot", "direct") and self.size == 2
-        last = behind_name(send.dtype, op.value) if has_behind else None
+        last = reversed_name(send.dtype, op.value) if has_behind else None
         needed = [(_ROUNDS, kind), *loop_names(send.dtype, op.value, of_two=self.size == 2), last]
-        machine_code.prepare([name for name in needed if name is not None])
+        machine_code.ensure([name for name in needed if name is not None])
         block = self._block(digest, send, out, op)
         block[control_block.COUNT], block[control_block.AMONG] = send.size, among
-        block[control_block.BOUNDS], block[control_block.TAKE] = address(bounds), control_block.TAKE_ALL
+        block[control_block.BOUNDS], block[control_block.TAKE] = (
+            address(bounds),
+            control_block.TAKE_ALL,
+        )
         if place is not None:
             table = self.shared.addresses(place)
             block[control_block.TABLE] = address(table)
-            return Work(_kind(kind), block, (bounds, table))
+            return KernelCall(_kind(kind), block, (bounds, table))
         if has_behind:
-            block[control_block.BEHIND] = behind(send.dtype, op.value)
-        return Work(_kind(kind), block, (bounds,))
+            block[control_block.BEHIND] = reversed_loop(send.dtype, op.value)
+        return KernelCall(_kind(kind), block, (bounds,))
 
-    def plan_reduce(self, send: Array, out: Array | None, op: Op, root: int, digest: int) -> Work:
+    def plan_reduce(
+        self, send: Array, out: Array | None, op: Op, root: int, digest: int
+    ) -> KernelCall:
         """As `plan_allreduce`, with the result on the root only; `out` is None elsewhere."""
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
         block = self._block(digest, send, out, op)
         block[control_block.BOUNDS] = address(bounds)
-        block[control_block.TAKE] = control_block.TAKE_ALL if self.rank == root else control_block.TAKE_NONE
-        return Work(_kind("pipelined"), block, (bounds,))
+        block[control_block.TAKE] = (
+            control_block.TAKE_ALL if self.rank == root else control_block.TAKE_NONE
+        )
+        return KernelCall(_kind("pipelined"), block, (bounds,))
 
     def plan_reduce_scatter(
         self, send: Array, out: Array | None, bounds: Sequence[int], op: Op, digest: int
-    ) -> Work:
+    ) -> KernelCall:
         """Prepare a reduction of which every rank takes its chunk; as `plan_allreduce`.
 
         `out` is as long as `send`, and this rank's chunk of it is written; None: somewhere else.
         """
         table = np.array(bounds, np.int64)
         block = self._block(digest, send, out, op)
-        block[control_block.BOUNDS], block[control_block.TAKE] = address(table), control_block.TAKE_OWN
-        return Work(_kind("pipelined"), block, (table,))
+        block[control_block.BOUNDS], block[control_block.TAKE] = (
+            address(table),
+            control_block.TAKE_OWN,
+        )
+        return KernelCall(_kind("pipelined"), block, (table,))
 
     def publish(
         self, stream: Array | None, wanted: Sequence[tuple[int, int, Array]], digest: int,
@@ -313,12 +336,12 @@ class Engine:
         work = self.plan_publish(nbytes, rows, digest, longest, kept)
         if stream is not None:
             work.block[control_block.SEND] = address(stream)
-        return self.drive(work, deadline)
+        return self.run(work, deadline)
 
     def plan_publish(
-        self, nbytes: int, rows: Rows, digest: int, longest: int,
+        self, nbytes: int, rows: CopyTable, digest: int, longest: int,
         kept: tuple[int, int] = (0, 0), detail: int = 0,
-    ) -> Work:  # fmt: skip
+    ) -> KernelCall:  # fmt: skip
         """Prepare to `publish` so many bytes; as `plan_allreduce`.
 
         Rows go to places counted from the address of the result; the rest as for `publish`. What
@@ -333,12 +356,14 @@ class Engine:
         block[control_block.KEPT], block[control_block.KEPT_TO] = kept
         block[control_block.ROUNDS] = -(-longest // self._slot)
         block[control_block.DETAIL] = detail
-        block[control_block.LONGEST] = -(-longest // control_block.PART_BYTES) * control_block.PART_BYTES
+        block[control_block.LONGEST] = (
+            -(-longest // control_block.PART_BYTES) * control_block.PART_BYTES
+        )
         kind = "publish" if longest <= control_block.PART_BYTES else "flow"
         block[control_block.TAKEN] = sum(stop - first for _, first, stop, _ in rows)
-        return Work(_kind(kind), block, (table,))
+        return KernelCall(_kind(kind), block, (table,))
 
-    def drive(self, work: Work, deadline: Deadline, status: int | None = None) -> bool:
+    def run(self, work: KernelCall, deadline: Deadline, status: int | None = None) -> bool:
         """Go on with a call until it is done; False if the ranks disagree about it.
 
         Args:
@@ -358,15 +383,17 @@ class Engine:
             # What comes after a long wait is quick again, so that each thing has a wait of its own.
             stands = work.block[control_block.PHASE], work.block[control_block.DONE_ROUNDS]
             if stands != standing:
-                standing, wait = stands, Wait(self._first_nap)
+                standing, wait = stands, Backoff(self._first_nap)
             self._pause(work.block, deadline, wait)
             status = kernel(block)
         return status in (control_block.DONE, control_block.NOTED)
 
-    def note_times(self, wanted: bool) -> None:
+    def enable_tracing(self, wanted: bool) -> None:
         """Note from now on when calls begin, wait and end, or do so no more."""
         if wanted and self._times.size < control_block.TIMES_WORDS:
-            self._times = np.zeros(control_block.TIMES_WORDS, np.int64)  # for good: a call may be under way
+            self._times = np.zeros(
+                control_block.TIMES_WORDS, np.int64
+            )  # for good: a call may be under way
             self._notes = self._times.data
         if wanted:
             self._notes[control_block.NOTES] = self._notes[control_block.SINCE] = 0
@@ -384,12 +411,14 @@ class Engine:
         in_background = self._two_are_many and this_thread.stop is not None
         return _BACKGROUND_NAP_SECONDS if in_background else 0.0
 
-    def _pause(self, block: Array, deadline: Deadline, wait: Wait) -> None:
+    def _pause(self, block: Array, deadline: Deadline, wait: Backoff) -> None:
         """Look at the clock between two calls of a kernel that waits."""
-        whole = self._transport.whole
+        whole = self._transport.parent
         missing = int(block[control_block.MISSING])
-        number = self._transport.number(missing)
-        absent = Known(f"{whole.name([number])} to enter the call", (number,), has_come=False)
+        number = self._transport.parent_rank(missing)
+        absent = CompletedWait(
+            f"{whole.name([number])} to enter the call", (number,), has_come=False
+        )
         deadline.check(whole, [absent])
         if self._is_part:  # other nodes may wait for what this rank has sent
             self._transport.progress()
@@ -400,20 +429,20 @@ class Engine:
         """Return the ranks that have died, by their numbers in the whole group."""
         dead = [] if self._living is None else self._living.dead()
         if dead:
-            liveness.limit_exit()
-        return [self._transport.number(rank) for rank in dead]
+            liveness.arm()
+        return [self._transport.parent_rank(rank) for rank in dead]
 
-    def _look_after(self, missing: int, operation: str, wait: Wait) -> None:
+    def _look_after(self, missing: int, operation: str, wait: Backoff) -> None:
         """Raise `PeerFailure` if a rank has died, or one that has not come has left."""
-        whole = self._transport.whole
+        whole = self._transport.parent
         if dead := self.dead():  # however the job was launched
             raise PeerFailure(f"{operation}: {whole.name(dead)} died ({whole.where})")
-        self._transport.look_around(operation, [missing])
-        gone = "" if self._living is None else self._living.gone(missing)
+        self._transport.check_peers(operation, [missing])
+        gone = "" if self._living is None else self._living.exited(missing)
         if gone and self._gone == (missing, wait):
             how = f"{gone} ({self.last_call(missing)})"
-            self._transport.pass_on(missing, how)
-            name = whole.name([self._transport.number(missing)])
+            self._transport.propagate_failure(missing, how)
+            name = whole.name([self._transport.parent_rank(missing)])
             raise PeerFailure(f"{operation}: {name} {how} ({whole.where})")
         # Not before the next look: it may have come, and left, since the kernel last looked.
         self._gone = (missing, wait) if gone else None

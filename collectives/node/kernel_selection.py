@@ -6,7 +6,7 @@ combining; never by what one of them has measured.
 
 from __future__ import annotations
 
-from collectives.core.links import Link
+from collectives.core.links import LinkCost
 
 __all__ = [
     "ONE_SHOT_BYTES",
@@ -15,7 +15,7 @@ __all__ = [
     "SLOT_BYTES",
     "publish_seconds",
     "reduce_seconds",
-    "way",
+    "select",
 ]
 
 # Bytes of a slot: large, so that ranks wait for each other seldom, but a rank's two stay in its
@@ -44,7 +44,7 @@ ONE_SHOT_BYTES, ONE_SHOT_BYTES_CROWDED = 1 << 13, 1 << 16
 ONE_SHOT_BYTES_OF_TWO = 1 << 18
 
 
-def way(nbytes: float, ranks: int, *, crowded: bool = False, halves: bool = False) -> str:
+def select(nbytes: float, ranks: int, *, crowded: bool = False, halves: bool = False) -> str:
     """Return which kind of call reduces private arrays for all, by what all ranks know.
 
     Args:
@@ -60,12 +60,12 @@ def way(nbytes: float, ranks: int, *, crowded: bool = False, halves: bool = Fals
     return "one_shot" if nbytes <= most else "pipelined"
 
 
-def reduce_seconds(nbytes: float, ranks: int, link: Link) -> float:
+def reduce_seconds(nbytes: float, ranks: int, link: LinkCost) -> float:
     """Return how long a reduction should take among ranks of one node.
 
     One wait and P parts to read; or in slots, of which a rank combines its chunk, or all of two.
     """
-    kind = way(nbytes, ranks)
+    kind = select(nbytes, ranks)
     if kind == "one_shot":
         return link.alpha + nbytes * link.beta + (ranks - 1) * nbytes * link.gamma
     slots = (1 if kind == "direct" else 2) * nbytes / SLOT_BYTES
@@ -73,6 +73,6 @@ def reduce_seconds(nbytes: float, ranks: int, link: Link) -> float:
     return (1 + slots) * link.alpha + moved + nbytes * link.gamma
 
 
-def publish_seconds(nbytes: float, link: Link) -> float:
+def publish_seconds(nbytes: float, link: LinkCost) -> float:
     """Return how long one rank's bytes should take into the segment and every other's out of it."""
     return (1 + nbytes / SLOT_BYTES) * link.alpha + 2 * nbytes * link.beta

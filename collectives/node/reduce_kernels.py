@@ -31,13 +31,23 @@ import numpy as np
 from numba import carray, njit
 
 from collectives.kernels import compiling
-from collectives.kernels.intrinsics import call, copy, fence, pair, pointer
+from collectives.kernels.intrinsics import call_binary, call_unary, copy, fence, pointer
 from collectives.node import control_block as w
+from collectives.node.copy_kernels import one_shot_copy, pipelined_copy
+from collectives.node.result_stores import begin_result, end_result, write_result
+from collectives.node.slot_stores import publish_flag, write_slot
 from collectives.node.store_autotuner import begin_stores, end_stores
-from collectives.node.copy_kernels import flow, publish
-from collectives.node.synchronization import agreed, all_say, announce, begins, end, ends, next_round, slot, wait
-from collectives.node.result_stores import begin_result, end_result, put_result
-from collectives.node.slot_stores import put, tell
+from collectives.node.synchronization import (
+    all_equal,
+    begins,
+    end,
+    ends,
+    hashes_match,
+    next_round,
+    publish_hash,
+    slot,
+    wait,
+)
 
 __all__ = ["direct", "make", "one_shot", "pipelined", "shared"]
 
@@ -57,21 +67,21 @@ def _fill(block: Any, dest: int, source: int, n: int) -> None:
     """Copy a contribution to where others read it."""
     width = block[w.WIDTH]
     if not block[w.FILL]:
-        put(block, dest, source, n * width)  # [fill]
+        write_slot(block, dest, source, n * width)  # [fill]
         return
     for at in range(0, n, w.TILE):
         few = min(w.TILE, n - at)
-        call(block[w.FILL], block[w.SCRATCH], source + at * width, few, block[w.SIZE])
-        put(block, dest + at * width, block[w.SCRATCH], few * width)  # [fill]
+        call_unary(block[w.FILL], block[w.SCRATCH], source + at * width, few, block[w.SIZE])
+        write_slot(block, dest + at * width, block[w.SCRATCH], few * width)  # [fill]
 
 
 @njit
-def _own(block: Any, source: int, n: int, rank: int) -> int:
+def _own_contribution(block: Any, source: int, n: int, rank: int) -> int:
     """Return where a contribution that lies in no slot can be read as one that does."""
     if not block[w.FILL]:
         return source
     part = block[w.SCRATCH] + (2 + rank % 2) * w.TILE_BYTES  # two are combined at a time
-    call(block[w.FILL], part, source, n, block[w.SIZE])
+    call_unary(block[w.FILL], part, source, n, block[w.SIZE])
     return part
 
 
@@ -81,17 +91,17 @@ def _accumulate(block: Any, total: int, source: int, n: int, rank: int) -> None:
     if rank == 0:
         block[w.EARLIER] = source
     elif rank == 1:
-        pair(block[w.START], total, block[w.EARLIER], source, n)
+        call_binary(block[w.START], total, block[w.EARLIER], source, n)
     else:
-        call(block[w.ADD], total, source, n, block[w.SIZE])
+        call_unary(block[w.ADD], total, source, n, block[w.SIZE])
 
 
 @njit
-def _saved(block: Any, total: int, n: int) -> int:
+def _save(block: Any, total: int, n: int) -> int:
     """Return where a sum that has grown in a tile lies in the type of the arrays."""
     if not block[w.SAVE]:
         return total
-    call(block[w.SAVE], total + w.TILE_BYTES, total, n, block[w.SIZE])
+    call_unary(block[w.SAVE], total + w.TILE_BYTES, total, n, block[w.SIZE])
     return total + w.TILE_BYTES
 
 
@@ -105,7 +115,7 @@ def _combine_all(block: Any, at: int, n: int) -> None:
         source = slot(block, rank, block[w.FIRST]) + offset  # [read]
         _accumulate(block, total, source, n, rank)
     if block[w.SAVE]:
-        call(block[w.SAVE], dest, total, n, block[w.SIZE])
+        call_unary(block[w.SAVE], dest, total, n, block[w.SIZE])
 
 
 @njit
@@ -123,11 +133,11 @@ def _combine_two(block: Any, number: int, start: int, at: int, n: int) -> None:
     own = block[w.SEND] + offset
     theirs = slot(block, 1 - me, number) + at * block[w.WIDTH]  # [read]
     if own == dest:
-        call(block[w.ADD] if me == 0 else block[w.BEHIND], dest, theirs, n, 2)
+        call_unary(block[w.ADD] if me == 0 else block[w.BEHIND], dest, theirs, n, 2)
     elif me == 0:
-        pair(block[w.START], dest, own, theirs, n)
+        call_binary(block[w.START], dest, own, theirs, n)
     else:
-        pair(block[w.START], dest, theirs, own, n)
+        call_binary(block[w.START], dest, theirs, own, n)
 
 
 def one_shot(address: int) -> int:
@@ -141,12 +151,12 @@ def one_shot(address: int) -> int:
         number = next_round(block)  # [number]
         begin_stores(block, count * block[w.WIDTH])
         _fill(block, slot(block, block[w.RANK], number), block[w.SEND], count)
-        announce(block, number)  # [hash]
-        tell(block, w.FILLED, number)  # [filled]
+        publish_hash(block, number)  # [hash]
+        publish_flag(block, w.FILLED, number)  # [filled]
         block[w.PHASE] = 1
     if not wait(block, w.FILLED, block[w.FIRST]):  # [all filled]
         return w.WAITING
-    if not agreed(block):  # [hashes]
+    if not hashes_match(block):  # [hashes]
         return end(block, w.MISMATCH, 1)
     for at in range(0, count, w.TILE):
         n = min(w.TILE, count - at)
@@ -174,7 +184,7 @@ def _span(block: Any, owner: int, turn: int) -> tuple[int, int]:
 
 
 @njit
-def _turns(block: Any) -> int:
+def _round_count(block: Any) -> int:
     """Return the rounds that the longest chunk needs."""
     bounds = carray(pointer(block[w.BOUNDS]), block[w.SIZE] + 1, np.int64)
     longest = 1
@@ -199,7 +209,7 @@ def _contribute(block: Any, turn: int) -> None:
             start, n = _span(block, owner, turn)
             dest = own + owner * _piece(block)
             _fill(block, dest, block[w.SEND] + start * block[w.WIDTH], n)
-    tell(block, w.FILLED, number)  # [filled]
+    publish_flag(block, w.FILLED, number)  # [filled]
 
 
 @njit
@@ -222,17 +232,17 @@ def _combine_piece(block: Any, turn: int) -> None:
         offset = (start + at) * width
         for rank in range(block[w.SIZE]):
             if rank == me:
-                source = _own(block, block[w.SEND] + offset, n, rank)
+                source = _own_contribution(block, block[w.SEND] + offset, n, rank)
             else:
                 source = slot(block, rank, number) + place + at * width  # [read]
             _accumulate(block, block[w.SCRATCH], source, n, rank)
-        result = _saved(block, block[w.SCRATCH], n)
+        result = _save(block, block[w.SCRATCH], n)
         if block[w.TAKE] != w.TAKE_NONE:
-            put_result(block, block[w.OUT] + offset, result, n * width, False)
+            write_result(block, block[w.OUT] + offset, result, n * width, False)
         if block[w.TAKE] != w.TAKE_OWN:
             dest = slot(block, me, number) + place + at * width
-            put(block, dest, result, n * width)  # [make]
-    tell(block, w.READY, number)  # [made]
+            write_slot(block, dest, result, n * width)  # [make]
+    publish_flag(block, w.READY, number)  # [made]
 
 
 @njit
@@ -243,20 +253,20 @@ def _collect(block: Any, turn: int) -> None:
         if owner != block[w.RANK]:
             start, n = _span(block, owner, turn)
             source = slot(block, owner, number) + owner * _piece(block)  # [take]
-            put_result(block, block[w.OUT] + start * width, source, n * width, False)
+            write_result(block, block[w.OUT] + start * width, source, n * width, False)
     fence()  # [results] that were stored past the caches
 
 
 @njit
-def _by_pieces(block: Any) -> int:
+def _continue_pipelined(block: Any) -> int:
     """Go on with `pipelined`, whose first contribution is in the slot."""
-    total = _turns(block)
+    total = _round_count(block)
     while block[w.DONE_ROUNDS] < total:
         turn = block[w.DONE_ROUNDS]
         if block[w.PHASE] == 1:
             if not wait(block, w.FILLED, _number(block, turn)):  # [all filled]
                 return w.WAITING
-            if turn == 0 and not agreed(block):  # [hashes]
+            if turn == 0 and not hashes_match(block):  # [hashes]
                 return end(block, w.MISMATCH, 1)
             if turn + 1 < total:
                 _contribute(block, turn + 1)
@@ -282,10 +292,10 @@ def pipelined(address: int) -> int:
     """
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
-        announce(block, next_round(block))  # [number] [hash]
+        publish_hash(block, next_round(block))  # [number] [hash]
         begin_stores(block, block[w.COUNT] * block[w.WIDTH])
         _begin_pieces(block)
-    return _by_pieces(block)
+    return _continue_pipelined(block)
 
 
 @njit
@@ -297,7 +307,7 @@ def _handed_over(block: Any) -> int:
 
 
 @njit
-def _by_slots(block: Any) -> int:
+def _continue_direct(block: Any) -> int:
     """Go on with `direct`, slot by slot."""
     length = _handed_over(block) // block[w.WIDTH]
     total = -(-block[w.COUNT] // length)
@@ -308,7 +318,7 @@ def _by_slots(block: Any) -> int:
         if block[w.PHASE] == 4:
             source = block[w.SEND] + start * block[w.WIDTH]
             _fill(block, slot(block, block[w.RANK], number), source, count)
-            tell(block, w.FILLED, number)  # [filled]
+            publish_flag(block, w.FILLED, number)  # [filled]
             block[w.PHASE] = 5
         if not wait(block, w.FILLED, number):  # [all filled]
             return w.WAITING
@@ -332,21 +342,21 @@ def direct(address: int) -> int:
         block[w.MET] = 1
         block[w.DETAIL] = w.IN_PLACE if block[w.SEND] == block[w.OUT] else w.ELSEWHERE
         number = next_round(block)  # [number]
-        announce(block, number)  # [hash]
-        tell(block, w.FILLED, number)  # [filled]
+        publish_hash(block, number)  # [hash]
+        publish_flag(block, w.FILLED, number)  # [filled]
         block[w.PHASE] = 3
     if block[w.PHASE] == 3:
         if not wait(block, w.FILLED, block[w.FIRST]):  # [all filled]
             return w.WAITING
-        if not agreed(block):  # [hashes]
+        if not hashes_match(block):  # [hashes]
             return end(block, w.MISMATCH, 1)
-        in_place = all_say(block, w.IN_PLACE)  # [hashes]
+        in_place = all_equal(block, w.IN_PLACE)  # [hashes]
         begin_stores(block, block[w.COUNT] * block[w.WIDTH])
         if in_place:
             block[w.PHASE] = 4
         else:
             _begin_pieces(block)
-    return _by_pieces(block) if block[w.PHASE] < 3 else _by_slots(block)
+    return _continue_pipelined(block) if block[w.PHASE] < 3 else _continue_direct(block)
 
 
 @njit
@@ -359,9 +369,9 @@ def _combine_shared(block: Any) -> None:
     for at in range(bounds[block[w.RANK]], stop, w.TILE):
         n = min(w.TILE, stop - at)
         for rank in range(block[w.SIZE]):
-            source = _own(block, table[rank] + at * width, n, rank)  # [read arrays]
+            source = _own_contribution(block, table[rank] + at * width, n, rank)  # [read arrays]
             _accumulate(block, block[w.SCRATCH], source, n, rank)
-        result = _saved(block, block[w.SCRATCH], n)
+        result = _save(block, block[w.SCRATCH], n)
         for rank in range(block[w.SIZE]):
             copy(table[rank] + at * width, result, n * width)  # [write arrays]
 
@@ -374,16 +384,16 @@ def shared(address: int) -> int:
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
         number = next_round(block)  # [number]
-        announce(block, number)  # [hash]
-        tell(block, w.FILLED, number)  # [filled]
+        publish_hash(block, number)  # [hash]
+        publish_flag(block, w.FILLED, number)  # [filled]
         block[w.PHASE] = 1
     if block[w.PHASE] == 1:
         if not wait(block, w.FILLED, block[w.FIRST]):  # [all filled]
             return w.WAITING
-        if not agreed(block):  # [hashes]
+        if not hashes_match(block):  # [hashes]
             return end(block, w.MISMATCH, 1)
         _combine_shared(block)
-        tell(block, w.READY, block[w.FIRST])  # [made]
+        publish_flag(block, w.READY, block[w.FIRST])  # [made]
         block[w.PHASE] = 2
     if not wait(block, w.READY, block[w.FIRST]):  # [all made]
         return w.WAITING
@@ -392,10 +402,10 @@ def shared(address: int) -> int:
 
 def make(symbol: str, kind: str) -> bytes:
     """Return an object file with a kind of call; arguments as `machine_code.address`."""
-    return compiling.python_code(_recorded(_KINDS[kind]), symbol, arguments=3)
+    return compiling.python_code(_record_times(_KINDS[kind]), symbol, arguments=3)
 
 
-def _recorded(kind: Callable[[int], int]) -> Callable[[int, int, int], int]:
+def _record_times(kind: Callable[[int], int]) -> Callable[[int, int, int], int]:
     """Let a kind of call record when it begins and ends, if it is given where, and its number."""
     work: Any = njit(kind)
 
@@ -411,4 +421,7 @@ def _recorded(kind: Callable[[int], int]) -> Callable[[int, int, int], int]:
     return run
 
 
-_KINDS = {kind.__name__: kind for kind in (one_shot, pipelined, direct, shared, publish, flow)}
+_KINDS = {
+    kind.__name__: kind
+    for kind in (one_shot, pipelined, direct, shared, one_shot_copy, pipelined_copy)
+}

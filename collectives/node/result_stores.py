@@ -26,7 +26,7 @@ from collectives.kernels.intrinsics import copy, stream
 from collectives.node import control_block as w
 from collectives.node.synchronization import now, state
 
-__all__ = ["PERIOD", "TRIALS", "begin_result", "end_result", "put_result"]
+__all__ = ["PERIOD", "TRIALS", "begin_result", "end_result", "write_result"]
 
 # Bytes of a result from which on a comparison is worth it, and from which on it is stored past the
 # caches where none has been made, or the ways of storing are set.
@@ -67,7 +67,7 @@ def begin_result(block: Any, nbytes: int) -> None:
 
 
 @njit
-def put_result(block: Any, dest: int, source: int, nbytes: int, far: bool) -> None:
+def write_result(block: Any, dest: int, source: int, nbytes: int, far: bool) -> None:
     """Copy a part of it to where the caller wants it.
 
     `far` where it comes from a core that shares no cache with this one, and nothing else is known:

@@ -21,7 +21,7 @@ from collectives.arrays.host_arrays import Array
 from collectives.node import temporary_directories
 from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["create", "first_problem", "from_rank_0"]
+__all__ = ["create", "first_error", "broadcast_text"]
 
 log = logging.getLogger(__name__)
 
@@ -55,13 +55,13 @@ def create(
                 memory = _make(path, nbytes, (0, common + each))
             except OSError as error:
                 path, problem = "", str(error)
-        path = from_rank_0(transport, path, deadline)
+        path = broadcast_text(transport, path, deadline)
         if transport.rank != 0 and path:
             try:
                 memory = _open(path, nbytes, own)
             except OSError as error:
                 problem = str(error)
-        problem = first_problem(transport, problem, deadline)
+        problem = first_error(transport, problem, deadline)
     if problem:
         if transport.rank == 0:
             log.warning(
@@ -115,40 +115,40 @@ def _map(descriptor: int, nbytes: int, own: tuple[int, int]) -> Array:
     return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
 
 
-def from_rank_0(transport: Transport, text: str, deadline: Deadline) -> str:
+def broadcast_text(transport: Transport, text: str, deadline: Deadline) -> str:
     """Return rank 0's text, of at most 256 bytes, on all ranks."""
-    line = _encoded(text)
+    line = _encode(text)
     if transport.rank == 0:
         for rank in range(1, transport.size):
             transport.send(line, rank, deadline)
     else:
         transport.receive(line, 0, deadline)
-    return _decoded(line)
+    return _decode(line)
 
 
-def first_problem(transport: Transport, problem: str, deadline: Deadline) -> str:
+def first_error(transport: Transport, problem: str, deadline: Deadline) -> str:
     """Return the problem of the lowest rank that has one, on all ranks."""
     first = problem
-    line = _encoded(problem)
+    line = _encode(problem)
     if transport.rank == 0:
         for rank in range(1, transport.size):
             transport.receive(line, rank, deadline)
-            if not first and _decoded(line):
-                first = f"{transport.whole.name([transport.number(rank)])}: {_decoded(line)}"
+            if not first and _decode(line):
+                first = f"{transport.parent.name([transport.parent_rank(rank)])}: {_decode(line)}"
     else:
         transport.send(line, 0, deadline)
     before, deadline.peer_has_come = deadline.peer_has_come, True
-    found = from_rank_0(transport, first, deadline)
+    found = broadcast_text(transport, first, deadline)
     deadline.peer_has_come = before
     return found
 
 
-def _encoded(text: str) -> Array:
+def _encode(text: str) -> Array:
     line = np.zeros(_TEXT_BYTES, np.uint8)
     data = text.encode()[:_TEXT_BYTES]
     line[: len(data)] = np.frombuffer(data, np.uint8)
     return line
 
 
-def _decoded(line: Array) -> str:
+def _decode(line: Array) -> str:
     return line.tobytes().rstrip(b"\0").decode(errors="replace")

@@ -18,12 +18,12 @@ from collectives.arrays.host_arrays import Array, address
 from collectives.node import segment
 from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["Place", "SharedArrays"]
+__all__ = ["SharedLocation", "SharedArrays"]
 
 _PAGE = 4096
 
 
-class Place(NamedTuple):
+class SharedLocation(NamedTuple):
     """A place in shared memory: the number of the shared array, and the bytes before the place."""
 
     number: int
@@ -72,10 +72,12 @@ class SharedArrays:
 
     def is_dropped(self, key: object) -> bool:
         """Return whether a plan's key contains the place of a dropped array."""
-        places = [part for part in key if isinstance(part, Place)] if type(key) is tuple else []
+        places = (
+            [part for part in key if isinstance(part, SharedLocation)] if type(key) is tuple else []
+        )
         return any(place.number not in self._all for place in places)
 
-    def everyones(self, place: Place, like: Array) -> list[Array]:
+    def views_of_all_ranks(self, place: SharedLocation, like: Array) -> list[Array]:
         """Return what all ranks have at a place, as flat arrays like `like`."""
         shared, _, stride = self._all[place.number]
         memory = shared()
@@ -83,11 +85,11 @@ class SharedArrays:
         starts = [rank * stride + place.offset for rank in range(self._size)]
         return [memory[at : at + like.nbytes].view(like.dtype) for at in starts]
 
-    def addresses(self, place: Place) -> Array:
+    def addresses(self, place: SharedLocation) -> Array:
         """Return the addresses at which all ranks have a place, shape (size,), int64."""
         return np.array([base + place.offset for base in self._all[place.number].bases], np.int64)
 
-    def place_of(self, array: Array, out: Array | None = None) -> Place | None:
+    def location_of_pair(self, array: Array, out: Array | None = None) -> SharedLocation | None:
         """Say where an array that is changed in place lies.
 
         Args:
@@ -102,13 +104,13 @@ class SharedArrays:
         start = address(array)
         if out is not None and address(out) != start:
             return None
-        return self.place_at(start, array.nbytes)
+        return self.location_at(start, array.nbytes)
 
-    def place_at(self, start: int, nbytes: int) -> Place | None:
+    def location_at(self, start: int, nbytes: int) -> SharedLocation | None:
         """As `place_of` an array that begins at an address."""
         for number, shared in self._all.items():
             offset = start - shared.bases[self._rank]
             fits = offset >= 0 and 0 < nbytes <= shared.stride - offset
             if fits and shared.memory() is not None:  # dropped: other memory may have its addresses
-                return Place(number, offset)
+                return SharedLocation(number, offset)
         return None

@@ -27,22 +27,22 @@ from numba import njit
 
 from collectives.kernels.intrinsics import copy, fence, store, stream
 from collectives.node import control_block as w
-from collectives.node.store_autotuner import found
-from collectives.node.synchronization import header, state
 from collectives.node.core_probe import LEAST_TIMED, MOST_TIMED, has_moved
+from collectives.node.store_autotuner import best_mode
+from collectives.node.synchronization import header, state
 
-__all__ = ["put", "tell"]
+__all__ = ["write_slot", "publish_flag"]
 
 
 @njit
-def put(block: Any, dest: int, source: int, nbytes: int) -> None:
+def write_slot(block: Any, dest: int, source: int, nbytes: int) -> None:
     """Copy bytes to where others read them; `tell` says that they are there."""
     own = state(block)
     if nbytes >= LEAST_TIMED and not own[w.FIXED]:
         if own[w.LEFT] <= 0:
             n = min(nbytes, MOST_TIMED)
             if has_moved(block, dest, source, n) and not block[w.TRIED]:
-                own[w.WAY] = found(block)
+                own[w.WAY] = best_mode(block)
             dest, source, nbytes = dest + n, source + n, nbytes - n
         own[w.LEFT] -= nbytes
     if own[w.WAY] == w.STREAMING:
@@ -52,7 +52,7 @@ def put(block: Any, dest: int, source: int, nbytes: int) -> None:
 
 
 @njit
-def tell(block: Any, word: int, number: int) -> None:
+def publish_flag(block: Any, word: int, number: int) -> None:
     """Store a number in a word of this rank's header, after all that was put."""
     if state(block)[w.WAY] == w.STREAMING:
         fence()  # [fence]

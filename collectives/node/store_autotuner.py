@@ -20,7 +20,7 @@ from collectives.node import control_block as w
 from collectives.node.synchronization import header, now, state
 
 __all__ = [
-    "PERIOD", "SOONER", "TRIALS", "begin_stores", "count_waits", "end_stores", "found",
+    "PERIOD", "SOONER", "TRIALS", "begin_stores", "count_waits", "end_stores", "best_mode",
 ]  # fmt: skip
 
 # Bytes of an array that is worth a comparison. Calls in a row by either way, of which the fastest
@@ -35,7 +35,7 @@ _CLEARLY = 0.95
 
 
 @njit
-def found(block: Any) -> int:
+def best_mode(block: Any) -> int:
     """Return the way that is better here, as far as is known."""
     own = state(block)
     known = block[w.FOUND + own[w.PLACE]]
@@ -60,15 +60,15 @@ def begin_stores(block: Any, nbytes: int) -> None:
         if turn == 1:
             block[w.TRYING] = block[w.TRIES] == 1 or not block[w.FOUND + own[w.PLACE]]
         if block[w.TRYING] and 2 <= turn <= 1 + 2 * TRIALS:
-            _try(block, turn)
+            _begin_trial(block, turn)
             return
         if block[w.TRYING] and turn == 3 + 2 * TRIALS:  # after all ranks have ended the last one
-            _conclude(block)
-    own[w.WAY] = found(block)
+            _decide(block)
+    own[w.WAY] = best_mode(block)
 
 
 @njit
-def _try(block: Any, turn: int) -> None:
+def _begin_trial(block: Any, turn: int) -> None:
     """Begin a call of a comparison, which counts only where this rank does not move in it."""
     own = state(block)
     if turn == 2 or block[w.TRIED_IN] != own[w.PLACE]:
@@ -122,7 +122,7 @@ def _slowest(block: Any, way: int) -> int:
 
 
 @njit
-def _conclude(block: Any) -> None:
+def _decide(block: Any) -> None:
     """Draw the conclusion of a comparison, if all of it was made here."""
     own = state(block)
     usual = w.PLAIN if own[w.PLACE] == w.NEAR else w.STREAMING

@@ -22,7 +22,7 @@ from collectives.kernels.intrinsics import (
 from collectives.node import control_block as w
 
 __all__ = [
-    "agreed", "alike", "all_say", "announce", "begins", "end", "ends", "header", "next_round",
+    "hashes_match", "details_match", "all_equal", "publish_hash", "begins", "end", "ends", "header", "next_round",
     "now", "slot", "state", "wait", "wait_for",
 ]  # fmt: skip
 
@@ -177,7 +177,7 @@ def slot(block: Any, rank: int, number: int) -> int:
 
 
 @njit
-def announce(block: Any, first: int) -> None:
+def publish_hash(block: Any, first: int) -> None:
     """Begin a call: put its hash where the others look for it, before FILLED is stored."""
     block[w.FIRST] = first
     own = header(block, block[w.RANK])
@@ -187,7 +187,7 @@ def announce(block: Any, first: int) -> None:
 
 
 @njit
-def agreed(block: Any) -> bool:
+def hashes_match(block: Any) -> bool:
     """Compare the hashes of all ranks, each of which has filled the call's first round."""
     for rank in range(block[w.SIZE]):
         if load(header(block, rank) + 8 * (w.HASHES + block[w.FIRST] % 2)) != block[w.HASH]:
@@ -196,7 +196,7 @@ def agreed(block: Any) -> bool:
 
 
 @njit
-def alike(block: Any) -> bool:
+def details_match(block: Any) -> bool:
     """Compare the details of all ranks, which have agreed on the call; notes what comes of it."""
     block[w.UNLIKE] = 0
     for rank in range(block[w.SIZE]):
@@ -207,7 +207,7 @@ def alike(block: Any) -> bool:
 
 
 @njit
-def all_say(block: Any, detail: int) -> bool:
+def all_equal(block: Any, detail: int) -> bool:
     """Look whether that is the detail of all ranks, which have agreed on the call."""
     for rank in range(block[w.SIZE]):
         if load(header(block, rank) + 8 * (w.DETAILS + block[w.FIRST] % 2)) != detail:

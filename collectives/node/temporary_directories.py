@@ -66,7 +66,7 @@ def _make(parent: str) -> tuple[str, int]:
         path = str(Path(parent) / f"unisono-{os.getpid()}-{secrets.token_hex(8)}")
         os.mkdir(path, 0o700)
         with contextlib.suppress(FileNotFoundError):
-            descriptor = _locked(path)
+            descriptor = _is_locked(path)
             if descriptor is not None:
                 return path, descriptor
     raise OSError(f"{parent}: other processes remove what is made there")
@@ -87,7 +87,7 @@ def _sweep(parent: str) -> None:
         found = [name for name in os.listdir(parent) if _FOLDER.fullmatch(name)]
     for path in [os.path.join(parent, name) for name in found]:
         with contextlib.suppress(OSError):
-            descriptor = _locked(path)
+            descriptor = _is_locked(path)
             if descriptor is not None:
                 try:
                     _remove(path, descriptor)
@@ -131,7 +131,7 @@ def _content(name: str, folder: int) -> bytes:
         os.close(file)
 
 
-def _locked(path: str) -> int | None:
+def _is_locked(path: str) -> int | None:
     """Return the descriptor of a folder that nobody else has locked, locked; else None."""
     with contextlib.ExitStack() as stack:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)

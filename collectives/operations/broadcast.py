@@ -11,35 +11,41 @@ from typing import Any, overload
 import numpy as np
 
 from collectives.arrays import host_arrays
-from collectives.arrays.host_arrays import Array, Borrowed
+from collectives.arrays.host_arrays import Array, HostArgument
 from collectives.arrays.reduction import MAX
-from collectives.plans import by_messages; from collectives.operations import plan_cache
-from collectives.plans import planner as plans
-from collectives.calls.call import enter
+from collectives.calls.call import begin_call
 from collectives.calls.group import Group
-from collectives.plans.by_messages import Reduction
-from collectives.devices.staged import BorrowedOnDevice, OnDevices
-from collectives.plans.prepared_calls import LetterPlan, MessagePlan, NodePlan
-from collectives.calls.overloads import A, Detachable, Numbers, Unpack, Waiting
+from collectives.calls.overloads import A, CommonOptions, Detachable, Numbers, Unpack
+from collectives.devices.staged import DeviceArgument, DeviceOperations
+from collectives.operations import plan_cache
+from collectives.plans import by_messages
+from collectives.plans import planner as plans
+from collectives.plans.by_messages import ReduceSpec
+from collectives.plans.prepared_calls import EagerCall, MessageCall, NodeCall
 
 __all__ = ["barrier", "broadcast"]
 
 
 @overload
 def broadcast(
-    group: Group, x: Numbers, root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+    group: Group, x: Numbers, root: int = 0, *, out: None = None, **options: Unpack[CommonOptions]
 ) -> Array: ...
 @overload
 def broadcast(
-    group: Group, x: Detachable[A], root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+    group: Group,
+    x: Detachable[A],
+    root: int = 0,
+    *,
+    out: None = None,
+    **options: Unpack[CommonOptions],
 ) -> A: ...
 @overload
 def broadcast(
-    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[CommonOptions]
 ) -> A: ...
 @overload
 def broadcast(
-    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[Waiting]
+    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[CommonOptions]
 ) -> A: ...
 def broadcast(
     group: Group,
@@ -73,30 +79,30 @@ def broadcast(
     """
     own = group.rank == root
     key = ("broadcast", root, algorithm)
-    later = plan_cache.LATER if own and out is None else out
-    if (known := plan_cache.again(group, key, x, later, timeout)) is not None:  # step 1
-        return _copied(x, out) if own and known is not x else known
-    with enter(group, "broadcast", timeout) as call:  # step 2
+    later = plan_cache.DEFERRED_OUT if own and out is None else out
+    if (known := plan_cache.run_cached(group, key, x, later, timeout)) is not None:  # step 1
+        return _copy_result(x, out) if own and known is not x else known
+    with begin_call(group, "broadcast", timeout) as call:  # step 2
         if x is None:  # what users of mpi4py pass on the other ranks
             raise TypeError(
                 "broadcast: x is None, expected an array on every rank. Where the root's is "
                 "to go, pass one of its shape and dtype, such as np.empty(shape, dtype), or "
                 "use broadcast_object, which sends what only the root knows"
             )
-        on_devices = group.kept(OnDevices)
-        loan: Borrowed | BorrowedOnDevice | None = on_devices.borrow(
+        on_devices = group.state_of(DeviceOperations)
+        loan: HostArgument | DeviceArgument | None = on_devices.borrow(
             call.operation, x, out, algorithm
         )
-        loan = loan or host_arrays.borrow(x, out, operation=call.operation)  # step 3
-        array = loan.host if isinstance(loan, Borrowed) else loan
-        if not isinstance(loan, Borrowed):
-            algorithm = on_devices.chosen(algorithm, loan, None, None, call.operation)
+        loan = loan or host_arrays.host_view(x, out, operation=call.operation)  # step 3
+        array = loan.host if isinstance(loan, HostArgument) else loan
+        if not isinstance(loan, HostArgument):
+            algorithm = on_devices.algorithm_for(algorithm, loan, None, None, call.operation)
         call.check_root(root)
-        memory = {} if isinstance(loan, Borrowed) else {"memory": "device"}
+        memory = {} if isinstance(loan, HostArgument) else {"memory": "device"}
         call.describe(  # step 4
             dtype=array.dtype, shape=array.shape, root=root, **memory, algorithm=algorithm
         )
-        if not isinstance(loan, Borrowed):
+        if not isinstance(loan, HostArgument):
             on_devices.broadcast(call, loan, root, algorithm)
             return loan.finish()
         if loan.target is None:
@@ -105,24 +111,24 @@ def broadcast(
             buffer = host_arrays.flat(loan.host) if own else host_arrays.flat_target(loan.target)
         plan = plans.broadcast(call, buffer, root, algorithm)  # step 5
         plan.first(call, buffer, buffer)  # step 6
-        plan_cache.keep(group, key, loan.host, loan.target, plan)  # step 7
+        plan_cache.store(group, key, loan.host, loan.target, plan)  # step 7
     result = loan.target
     if result is None:
         result = host_arrays.in_order_of(loan.host, buffer.reshape(array.shape))
-    return loan.give_back(host_arrays.store(buffer, result))
+    return loan.restore(host_arrays.copy_to(buffer, result))
 
 
-def _copied(x: Any, out: Any) -> Any:
+def _copy_result(x: Any, out: Any) -> Any:
     """Return the root's array as its result, in `out` if there is one, which fits."""
     if type(x) is np.ndarray and out is None:
         return x.copy("K")
     if type(x) is np.ndarray and type(out) is np.ndarray:
         np.copyto(out, x)
         return out
-    loan = host_arrays.borrow(x, out, operation="broadcast")
+    loan = host_arrays.host_view(x, out, operation="broadcast")
     target = np.empty_like(loan.host) if loan.target is None else loan.target
     np.copyto(target, loan.host)
-    return loan.give_back(target)
+    return loan.restore(target)
 
 
 def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = None) -> None:
@@ -138,16 +144,18 @@ def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = No
     ):
         known.run(0, 0, timeout)
         return
-    with enter(group, "barrier", timeout) as call:
+    with begin_call(group, "barrier", timeout) as call:
         call.describe(algorithm=algorithm)
-        plan: NodePlan | LetterPlan | MessagePlan
+        plan: NodeCall | EagerCall | MessageCall
         if engine := call.engine_for(algorithm):
-            plan = NodePlan(call, engine.plan_publish(0, [], call.digest, 0))
-        elif small := plans.by_letter(call, np.empty(0, np.uint8), Reduction(MAX, algorithm)):
+            plan = NodeCall(call, engine.plan_publish(0, [], call.digest, 0))
+        elif small := plans.eager_allreduce(
+            call, np.empty(0, np.uint8), ReduceSpec(MAX, algorithm)
+        ):
             plan = small
         else:
-            plan = MessagePlan(call, partial(by_messages.barrier, algorithm=algorithm))
-        if not isinstance(plan, MessagePlan):
+            plan = MessageCall(call, partial(by_messages.barrier, algorithm=algorithm))
+        if not isinstance(plan, MessageCall):
             plan.ours -= 1  # it is found without `again`
         plan.first(call)
         if algorithm == "auto":

@@ -14,10 +14,10 @@ from typing import Any
 import numpy as np
 
 from collectives.arrays import host_arrays
-from collectives.arrays.host_arrays import NEW, Array, Rows
+from collectives.arrays.host_arrays import ALLOCATE, Array, RowsOut
 from collectives.calls.call import Call
-from collectives.plans.gather_plan import JoinPlan
-from collectives.calls.counts import unfit
+from collectives.calls.counts import output_mismatch
+from collectives.plans.gather_plan import GatherPlan
 
 __all__ = [
     "allgather",
@@ -29,8 +29,8 @@ __all__ = [
 
 
 def gather(
-    call: Call, array: Array, root: int, algorithm: str = "auto", out: Rows = NEW
-) -> tuple[Array | None, list[int], JoinPlan | None]:
+    call: Call, array: Array, root: int, algorithm: str = "auto", out: RowsOut = ALLOCATE
+) -> tuple[Array | None, list[int], GatherPlan | None]:
     """Join the ranks' arrays, shape (n, ...), on the root, in a call that has been described.
 
     Returns:
@@ -39,24 +39,26 @@ def gather(
     """
     row, own = array.shape[1:], host_arrays.flat(array)
     if engine := call.engine_for(algorithm):
-        plan = JoinPlan(call, engine, array, root)  # step 5
+        plan = GatherPlan(call, engine, array, root)  # step 5
         return plan.first(call, own, out), plan.rows, plan  # step 6
-    told = call.tell(len(array), out.number)  # step 6
+    told = call.exchange_integers(len(array), out.number)  # step 6
     rows, given = told.T.tolist()
-    if error := unfit(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
-        raise call.known(error)
+    if error := output_mismatch(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
+        raise call.announce(error)
     counts, shape = [n * math.prod(row) for n in rows], (sum(rows), *row)
     run = call.algorithm("gather", algorithm, sum(counts) * own.itemsize)
     joined: Array | None = run(own, counts, root, call.deadline)
     if joined is None:
         return None, rows, None
-    result = joined.reshape(shape) if out.target is None else host_arrays.store(joined, out.target)
+    result = (
+        joined.reshape(shape) if out.target is None else host_arrays.copy_to(joined, out.target)
+    )
     return result, rows, None
 
 
 def allgather(
-    call: Call, array: Array, algorithm: str = "auto", out: Rows = NEW
-) -> tuple[Array, list[int], JoinPlan | None]:
+    call: Call, array: Array, algorithm: str = "auto", out: RowsOut = ALLOCATE
+) -> tuple[Array, list[int], GatherPlan | None]:
     """Join the ranks' arrays, shape (n, ...), on all ranks, in a call that has been described.
 
     Returns:
@@ -64,21 +66,21 @@ def allgather(
     """
     own, row = array.reshape(-1), array.shape[1:]
     if engine := call.engine_for(algorithm):
-        plan = JoinPlan(call, engine, array)  # step 5
+        plan = GatherPlan(call, engine, array)  # step 5
         joined = plan.first(call, own, out)  # step 6
         assert joined is not None
         return joined, plan.rows, plan
-    rows, given = call.tell(len(array), out.number).T.tolist()  # step 6
-    if error := unfit(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
-        raise call.known(error)
+    rows, given = call.exchange_integers(len(array), out.number).T.tolist()  # step 6
+    if error := output_mismatch(call.group, call.operation, row, given, [sum(rows)] * len(rows)):
+        raise call.announce(error)
     width = math.prod(row)
     bounds = [0, *(width * n for n in itertools.accumulate(rows))]
     first, stop = bounds[call.group.rank : call.group.rank + 2]
     shape, before = (sum(rows), *row), first * array.itemsize
-    result, joined = host_arrays.room(out.target, shape, array.dtype, own, before)
+    result, joined = host_arrays.output(out.target, shape, array.dtype, own, before)
     joined[first:stop] = own
     call.algorithm("allgather", algorithm, joined.nbytes)(joined, bounds, call.deadline)
-    return host_arrays.store(joined, result), rows, None
+    return host_arrays.copy_to(joined, result), rows, None
 
 
 def allgather_known(
@@ -86,10 +88,10 @@ def allgather_known(
 ) -> None:
     """Join the ranks' arrays by messages, each of which begins at its bound, as all know."""
     first, stop = bounds[call.group.rank : call.group.rank + 2]
-    if call.carries(algorithm, out.nbytes):
+    if call.fits_eager(algorithm, out.nbytes):
         bits = np.zeros(out.nbytes, np.uint8)
         bits[first * out.itemsize : stop * out.itemsize] = host_arrays.raw_bytes(send)
-        host_arrays.raw_bytes(out)[:] = call.carry(bits)
+        host_arrays.raw_bytes(out)[:] = call.reduce_eager(bits)
         return
     call.agree()
     out[first:stop] = send
@@ -104,28 +106,28 @@ def scatter(
     dtype: np.dtype[Any],
     root: int,
     algorithm: str = "auto",
-    out: Rows = NEW,
+    out: RowsOut = ALLOCATE,
 ) -> Array:
     """Give every rank its part of the root's array; all else is known to all."""
     rank, counts = call.group.rank, [n * math.prod(row) for n in rows]
     nbytes, first = dtype.itemsize * sum(counts), dtype.itemsize * sum(counts[:rank])
-    result, own = host_arrays.room(out.target, (rows[rank], *row), dtype, send, -first)
+    result, own = host_arrays.output(out.target, (rows[rank], *row), dtype, send, -first)
     if engine := call.engine_for(algorithm):
         wanted, kept = [(root, first, own)], (first, first + own.nbytes)
-        call.met(engine.publish(send, wanted, call.digest, call.deadline, nbytes, kept))
-    elif call.carries(algorithm, nbytes):
+        call.checked(engine.publish(send, wanted, call.digest, call.deadline, nbytes, kept))
+    elif call.fits_eager(algorithm, nbytes):
         data = np.zeros(nbytes, np.uint8) if send is None else send.view(np.uint8)
-        joined = call.carry(data)
+        joined = call.reduce_eager(data)
         own.view(np.uint8)[:] = joined[first : first + own.nbytes]
     else:
         call.agree()
         run = call.algorithm("scatter", algorithm, nbytes)
         own[...] = run(send, counts, root, dtype, call.deadline)
-    return host_arrays.store(own, result)
+    return host_arrays.copy_to(own, result)
 
 
 def alltoall(
-    call: Call, array: Array, rows: Sequence[int], algorithm: str, out: Rows
+    call: Call, array: Array, rows: Sequence[int], algorithm: str, out: RowsOut
 ) -> tuple[Array, list[int]]:
     """Give every rank its rows of this rank's array.
 
@@ -138,11 +140,11 @@ def alltoall(
     """
     rank, size = call.group.rank, call.group.size
     send, row = host_arrays.flat(array), array.shape[1:]
-    told = call.tell(*rows, out.number)  # step 6
+    told = call.exchange_integers(*rows, out.number)  # step 6
     table = told[:, :size]  # what every rank has for every other
     everyones = table.sum(axis=0).tolist()
-    if error := unfit(call.group, call.operation, row, told[:, size].tolist(), everyones):
-        raise call.known(error)
+    if error := output_mismatch(call.group, call.operation, row, told[:, size].tolist(), everyones):
+        raise call.announce(error)
     received, width = table[:, rank].tolist(), math.prod(row)
     shape = (sum(received), *row)
     engine = call.engine_for(algorithm)
@@ -152,16 +154,16 @@ def alltoall(
         joined = run(send, sent, came, call.deadline)
         if out.target is None:
             return joined.reshape(shape), received
-        return host_arrays.store(joined, out.target), received
-    result, joined = host_arrays.room(out.target, shape, array.dtype, send)
+        return host_arrays.copy_to(joined, out.target), received
+    result, joined = host_arrays.output(out.target, shape, array.dtype, send)
     row_bytes = width * array.itemsize
     starts = (table[:, :rank].sum(axis=1) * row_bytes).tolist()
     parts = _parts(joined, [n * width for n in received])
     wanted = [(source, starts[source], part) for source, _, part in parts]
     longest = int(table.sum(axis=1).max()) * row_bytes
     kept = starts[rank], starts[rank] + received[rank] * row_bytes
-    call.met(engine.publish(send, wanted, call.digest, call.deadline, longest, kept))
-    return host_arrays.store(joined, result), received
+    call.checked(engine.publish(send, wanted, call.digest, call.deadline, longest, kept))
+    return host_arrays.copy_to(joined, result), received
 
 
 def _parts(joined: Array, counts: Sequence[int]) -> list[tuple[int, int, Array]]:

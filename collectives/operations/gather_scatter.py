@@ -11,29 +11,43 @@ import numpy as np
 
 from collectives.arrays import dtypes, host_arrays
 from collectives.arrays.host_arrays import Array
-from collectives.operations import gather_moves, objects, plan_cache; from collectives.calls import counts as row_counts
-from collectives.calls.call import enter
+from collectives.calls import counts as row_counts
+from collectives.calls.call import begin_call
 from collectives.calls.group import Group
-from collectives.calls.overloads import A, Detachable, Numbers, Splits, Splitting, Unpack, Waiting
+from collectives.calls.overloads import (
+    A,
+    CommonOptions,
+    Detachable,
+    Numbers,
+    ScatterOptions,
+    Splits,
+    Unpack,
+)
+from collectives.operations import gather_moves, objects, plan_cache
 
 __all__ = ["allgather", "alltoall", "gather", "scatter"]
 
 
 @overload
 def gather(
-    group: Group, x: Numbers, root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+    group: Group, x: Numbers, root: int = 0, *, out: None = None, **options: Unpack[CommonOptions]
 ) -> Array | None: ...
 @overload
 def gather(
-    group: Group, x: Detachable[A], root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+    group: Group,
+    x: Detachable[A],
+    root: int = 0,
+    *,
+    out: None = None,
+    **options: Unpack[CommonOptions],
 ) -> A | None: ...
 @overload
 def gather(
-    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[Waiting]
+    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[CommonOptions]
 ) -> A | None: ...
 @overload
 def gather(
-    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[Waiting]
+    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[CommonOptions]
 ) -> A | None: ...
 def gather(
     group: Group,
@@ -65,37 +79,37 @@ def gather(
     """
     key, here = ("gather", root, algorithm), group.rank == root
     if here and out is not None:
-        known = plan_cache.into(group, key, x, out, timeout)  # step 1
+        known = plan_cache.run_cached_into(group, key, x, out, timeout)  # step 1
     else:
-        known = plan_cache.again(group, key, x, plan_cache.LATER, timeout)
+        known = plan_cache.run_cached(group, key, x, plan_cache.DEFERRED_OUT, timeout)
     if known is not None:
         return known if here else None
-    with enter(group, "gather", timeout) as call:  # step 2
-        loan = host_arrays.borrow(x, operation="gather")  # step 3
+    with begin_call(group, "gather", timeout) as call:  # step 2
+        loan = host_arrays.host_view(x, operation="gather")  # step 3
         array = np.atleast_1d(loan.host)
         call.check_root(root)
         row = array.shape[1:]
         wanted = out if here else None
-        to = host_arrays.borrow_rows(wanted, row, array.dtype, loan, operation="gather")
+        to = host_arrays.check_out_rows(wanted, row, array.dtype, loan, operation="gather")
         call.describe(dtype=array.dtype, row=row, root=root, algorithm=algorithm)  # step 4
         result, _, plan = gather_moves.gather(call, array, root, algorithm, to)
         if plan is not None:
-            plan_cache.keep(group, key, loan.host, None, plan)  # step 7
-    return None if result is None else to.give_back(result)
+            plan_cache.store(group, key, loan.host, None, plan)  # step 7
+    return None if result is None else to.restore(result)
 
 
 @overload
 def allgather(
-    group: Group, x: Numbers, *, out: None = None, **options: Unpack[Waiting]
+    group: Group, x: Numbers, *, out: None = None, **options: Unpack[CommonOptions]
 ) -> Array: ...
 @overload
 def allgather(
-    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[Waiting]
+    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[CommonOptions]
 ) -> A: ...
 @overload
-def allgather(group: Group, x: A, *, out: None = None, **options: Unpack[Waiting]) -> A: ...
+def allgather(group: Group, x: A, *, out: None = None, **options: Unpack[CommonOptions]) -> A: ...
 @overload
-def allgather(group: Group, x: object, *, out: A, **options: Unpack[Waiting]) -> A: ...
+def allgather(group: Group, x: object, *, out: A, **options: Unpack[CommonOptions]) -> A: ...
 def allgather(
     group: Group,
     x: Any,
@@ -116,21 +130,21 @@ def allgather(
     """
     key = ("allgather", algorithm)
     if out is None:
-        known = plan_cache.again(group, key, x, plan_cache.LATER, timeout)  # step 1
+        known = plan_cache.run_cached(group, key, x, plan_cache.DEFERRED_OUT, timeout)  # step 1
     else:
-        known = plan_cache.into(group, key, x, out, timeout)
+        known = plan_cache.run_cached_into(group, key, x, out, timeout)
     if known is not None:
         return known
-    with enter(group, "allgather", timeout) as call:  # step 2
-        loan = host_arrays.borrow(x, operation="allgather")  # step 3
+    with begin_call(group, "allgather", timeout) as call:  # step 2
+        loan = host_arrays.host_view(x, operation="allgather")  # step 3
         array = np.ascontiguousarray(np.atleast_1d(loan.host))
         row = array.shape[1:]
-        to = host_arrays.borrow_rows(out, row, array.dtype, loan, operation="allgather")
+        to = host_arrays.check_out_rows(out, row, array.dtype, loan, operation="allgather")
         call.describe(dtype=array.dtype, row=row, algorithm=algorithm)  # step 4
         joined, _, plan = gather_moves.allgather(call, array, algorithm, to)
         if plan is not None:
-            plan_cache.keep(group, key, loan.host, None, plan)  # step 7
-    return to.give_back(joined)
+            plan_cache.store(group, key, loan.host, None, plan)  # step 7
+    return to.restore(joined)
 
 
 @overload
@@ -140,7 +154,7 @@ def scatter(
     root: int = 0,
     *,
     out: None = None,
-    **options: Unpack[Splitting],
+    **options: Unpack[ScatterOptions],
 ) -> Array: ...
 @overload
 def scatter(
@@ -149,15 +163,15 @@ def scatter(
     root: int = 0,
     *,
     out: None = None,
-    **options: Unpack[Splitting],
+    **options: Unpack[ScatterOptions],
 ) -> A | Array: ...
 @overload
 def scatter(
-    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[Splitting]
+    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[ScatterOptions]
 ) -> A | Array: ...
 @overload
 def scatter(
-    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[Splitting]
+    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[ScatterOptions]
 ) -> A: ...
 def scatter(
     group: Group,
@@ -190,27 +204,31 @@ def scatter(
             not fit. The other ranks get a `MismatchError`.
         CollectiveTimeout: as `allreduce`.
     """
-    with enter(group, "scatter", timeout) as call:  # step 2
+    with begin_call(group, "scatter", timeout) as call:  # step 2
         call.check_root(root)
-        loan = host_arrays.borrow(x, operation="scatter") if group.rank == root else None
-        rows = [] if loan is None else row_counts.shares(call, loan.host, splits=splits)
+        loan = host_arrays.host_view(x, operation="scatter") if group.rank == root else None
+        rows = [] if loan is None else row_counts.split_counts(call, loan.host, splits=splits)
         call.describe(root=root, algorithm=algorithm)  # step 4
         # What only the root knows goes ahead: dtype, shape of a row, rows of every rank.
         facts = (
             None if loan is None else (dtypes.spelled(loan.host.dtype), loan.host.shape[1:], rows)
         )
         name, row, rows = objects.from_root(call, facts, root)
-        call.next_part()
+        call.next_chunk()
         dtype = dtypes.named(name)
         if out is None:
-            to = host_arrays.NEW if loan is None else host_arrays.NEW._replace(give_back=loan.give_back)
+            to = (
+                host_arrays.ALLOCATE
+                if loan is None
+                else host_arrays.ALLOCATE._replace(give_back=loan.restore)
+            )
         else:
             shape = (rows[group.rank], *row)
-            target, give_back = host_arrays.borrow_out(out, shape, dtype, operation="scatter")
-            to = host_arrays.Rows(rows[group.rank], target, give_back)
+            target, give_back = host_arrays.check_out(out, shape, dtype, operation="scatter")
+            to = host_arrays.RowsOut(rows[group.rank], target, give_back)
         send = None if loan is None else host_arrays.flat(loan.host)
         result = gather_moves.scatter(call, send, rows, row, dtype, root, algorithm, to)  # step 6
-    return to.give_back(result)
+    return to.restore(result)
 
 
 @overload
@@ -220,7 +238,7 @@ def alltoall(
     *,
     out: None = None,
     received: Literal[False] = False,
-    **options: Unpack[Splitting],
+    **options: Unpack[ScatterOptions],
 ) -> Array: ...
 @overload
 def alltoall(
@@ -229,7 +247,7 @@ def alltoall(
     *,
     out: None = None,
     received: Literal[False] = False,
-    **options: Unpack[Splitting],
+    **options: Unpack[ScatterOptions],
 ) -> A: ...
 @overload
 def alltoall(
@@ -238,7 +256,7 @@ def alltoall(
     *,
     out: None = None,
     received: Literal[False] = False,
-    **options: Unpack[Splitting],
+    **options: Unpack[ScatterOptions],
 ) -> A: ...
 @overload
 def alltoall(
@@ -247,7 +265,7 @@ def alltoall(
     *,
     out: A,
     received: Literal[False] = False,
-    **options: Unpack[Splitting],
+    **options: Unpack[ScatterOptions],
 ) -> A: ...
 @overload
 def alltoall(
@@ -256,7 +274,7 @@ def alltoall(
     *,
     out: Any = None,
     received: Literal[True],
-    **options: Unpack[Splitting],
+    **options: Unpack[ScatterOptions],
 ) -> tuple[Any, Array]: ...
 def alltoall(
     group: Group,
@@ -293,13 +311,13 @@ def alltoall(
     Cost: P - 1 messages and (P - 1)/P S bytes sent per rank; before, 8 (P + 1) bytes of each rank
         reach all.
     """
-    with enter(group, "alltoall", timeout) as call:  # step 2
-        loan = host_arrays.borrow(x, operation="alltoall")  # step 3
+    with begin_call(group, "alltoall", timeout) as call:  # step 2
+        loan = host_arrays.host_view(x, operation="alltoall")  # step 3
         array = loan.host
-        rows = row_counts.shares(call, array, splits=splits)
+        rows = row_counts.split_counts(call, array, splits=splits)
         row = array.shape[1:]
-        to = host_arrays.borrow_rows(out, row, array.dtype, loan, operation="alltoall")
+        to = host_arrays.check_out_rows(out, row, array.dtype, loan, operation="alltoall")
         call.describe(dtype=array.dtype, row=row, algorithm=algorithm)  # step 4
         joined, counts = gather_moves.alltoall(call, array, rows, algorithm, to)
-    result = to.give_back(joined)
+    result = to.restore(joined)
     return (result, np.array(counts)) if received else result

@@ -24,18 +24,19 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.arrays import lowering, host_arrays, reduction
-from collectives.arrays.host_arrays import Array, Borrowed
+from collectives.arrays import host_arrays, lowering, reduction
+from collectives.arrays.host_arrays import Array, HostArgument
 from collectives.arrays.reduction import MAX, MIN, MINLOC, Op
-from collectives.calls import plan_buffers, counts as row_counts
-from collectives.calls.call import Call, enter
-from collectives.tracing.call_sites import calls_from_here
+from collectives.calls import counts as row_counts
+from collectives.calls import plan_buffers
+from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
-from collectives.plans.planner import Plan, Steps
 from collectives.calls.overloads import Splits
+from collectives.plans.planner import CompositePlan, Plan
+from collectives.tracing.call_sites import calls_from_here
 
 __all__ = [
-    "How",
+    "MinlocOptions",
     "allreduce",
     "plan_allreduce",
     "plan_reduce_scatter",
@@ -47,7 +48,7 @@ __all__ = [
 Operation = Callable[..., Any]
 
 
-class How(NamedTuple):
+class MinlocOptions(NamedTuple):
     """What a caller asks for, as `allreduce` of `collectives.operations.reduce`."""
 
     op: Op
@@ -68,29 +69,29 @@ class How(NamedTuple):
         return {"op": MIN, "algorithm": self.algorithm, "timeout": self.timeout}
 
 
-def allreduce(group: Group, everywhere: Operation, x: Any, out: Any, how: How) -> Any:
+def allreduce(group: Group, everywhere: Operation, x: Any, out: Any, how: MinlocOptions) -> Any:
     """Give every rank the best values, and where they are."""
-    with enter(group, "allreduce", how.timeout) as call:
-        values, indices = _lent(call, x, out, how)
-        _described(call, values.host, indices.host, how)
+    with begin_call(group, "allreduce", how.timeout) as call:
+        values, indices = _borrow_pair(call, x, out, how)
+        _describe(call, values.host, indices.host, how)
     best = everywhere(group, values.host, **how.values)
-    where = everywhere(group, _candidates(values.host, best, indices.host), **how.indices)
-    return _given(values, best), _given(indices, where)
+    where = everywhere(group, _candidate_indices(values.host, best, indices.host), **how.indices)
+    return _as_pair(values, best), _as_pair(indices, where)
 
 
 def reduce(
-    group: Group, by: tuple[Operation, Operation], x: Any, root: int, out: Any, how: How
+    group: Group, by: tuple[Operation, Operation], x: Any, root: int, out: Any, how: MinlocOptions
 ) -> Any:
     """Give them to one rank; None elsewhere. The first operation is an all-reduce."""
     own = group.rank == root
-    with enter(group, "reduce", how.timeout) as call:
-        values, indices = _lent(call, x, out if own else None, how)
+    with begin_call(group, "reduce", how.timeout) as call:
+        values, indices = _borrow_pair(call, x, out if own else None, how)
         call.check_root(root)
-        _described(call, values.host, indices.host, how, root=root)
+        _describe(call, values.host, indices.host, how, root=root)
     everywhere, to_one = by
     best = everywhere(group, values.host, **how.values)
-    where = to_one(group, _candidates(values.host, best, indices.host), root, **how.indices)
-    return (_given(values, best), _given(indices, where)) if own else None
+    where = to_one(group, _candidate_indices(values.host, best, indices.host), root, **how.indices)
+    return (_as_pair(values, best), _as_pair(indices, where)) if own else None
 
 
 def reduce_scatter(
@@ -99,39 +100,39 @@ def reduce_scatter(
     x: Any,
     out: Any,
     counts: Splits | None,
-    how: How,
+    how: MinlocOptions,
 ) -> Any:
     """Give every rank its rows of them. The first operation is an all-reduce."""
-    with enter(group, "reduce_scatter", how.timeout) as call:
-        values, indices = _lent(call, x, None, how)
-        shares = row_counts.shares(call, values.host, counts=counts)
+    with begin_call(group, "reduce_scatter", how.timeout) as call:
+        values, indices = _borrow_pair(call, x, None, how)
+        shares = row_counts.split_counts(call, values.host, counts=counts)
         shape = (shares[group.rank], *values.host.shape[1:])
         outs = (None, None) if out is None else _pair(call, out, "out")
         values = _going_to(call, values, outs[0], shape)
         indices = _going_to(call, indices, outs[1], shape)
-        _described(call, values.host, indices.host, how, counts=tuple(shares))
+        _describe(call, values.host, indices.host, how, counts=tuple(shares))
     everywhere, shared = by
     best = everywhere(group, values.host, **how.values)
-    candidates = _candidates(values.host, best, indices.host)
+    candidates = _candidate_indices(values.host, best, indices.host)
     where = shared(group, candidates, counts=shares, **how.indices)
     first = sum(shares[: group.rank])
-    return _given(values, best[first : first + shares[group.rank]]), _given(indices, where)
+    return _as_pair(values, best[first : first + shares[group.rank]]), _as_pair(indices, where)
 
 
-def plan_allreduce(group: Group, everywhere: Operation, x: Any, how: How) -> Plan[Any]:
+def plan_allreduce(group: Group, everywhere: Operation, x: Any, how: MinlocOptions) -> Plan[Any]:
     """Plan an all-reduce of pairs in place. The operation plans one of single arrays."""
-    with enter(group, "plan_allreduce", how.timeout) as call:
-        values, indices = (plan_buffers.memory(call, array) for array in _pair(call, x, "x"))
-        _lent(call, x, x, how)
-        _described(call, values, indices, how)
+    with begin_call(group, "plan_allreduce", how.timeout) as call:
+        values, indices = (plan_buffers.pin(call, array) for array in _pair(call, x, "x"))
+        _borrow_pair(call, x, x, how)
+        _describe(call, values, indices, how)
     best, where = np.empty_like(values), np.empty_like(indices)
     by = everywhere(group, best, **how.values), everywhere(group, where, **how.indices)
 
     def run(*_: Any) -> None:
-        _search((values, indices), (best, where), by)
+        _reduce_then_locate((values, indices), (best, where), by)
         values[...], indices[...] = best, where
 
-    return Plan(x, values, values, Steps(group, run), "planned allreduce", how.timeout)
+    return Plan(x, values, values, CompositePlan(group, run), "planned allreduce", how.timeout)
 
 
 def plan_reduce_scatter(
@@ -140,22 +141,22 @@ def plan_reduce_scatter(
     x: Any,
     out: Any,
     counts: Splits | None,
-    how: How,
+    how: MinlocOptions,
 ) -> Plan[Any]:
     """Plan a reduce-scatter of pairs. The operations plan those of single arrays."""
-    with enter(group, "plan_reduce_scatter", how.timeout) as call:
-        values, indices = (plan_buffers.memory(call, array) for array in _pair(call, x, "x"))
-        lent = _lent(call, x, None, how)
-        shares = row_counts.shares(call, values, counts=counts)
+    with begin_call(group, "plan_reduce_scatter", how.timeout) as call:
+        values, indices = (plan_buffers.pin(call, array) for array in _pair(call, x, "x"))
+        lent = _borrow_pair(call, x, None, how)
+        shares = row_counts.split_counts(call, values, counts=counts)
         shape = (shares[group.rank], *values.shape[1:])
         outs = (None, None) if out is None else _pair(call, out, "out")
         made = []
         for loan, to in zip(lent, outs, strict=True):
             going = _going_to(call, loan, to, shape)
-            plan_buffers.check_target(call, to, going.target)
+            plan_buffers.check_out(call, to, going.target)
             own = np.empty(shape, loan.host.dtype) if going.target is None else going.target
-            made.append((own, going.give_back(own)))
-        _described(call, values, indices, how, counts=tuple(shares))
+            made.append((own, going.restore(own)))
+        _describe(call, values, indices, how, counts=tuple(shares))
     (to_values, given_values), (to_indices, given_indices) = made
     best, where = np.empty_like(values), np.empty_like(indices)
     own_where = np.empty(shape, indices.dtype)
@@ -165,14 +166,14 @@ def plan_reduce_scatter(
     first = sum(shares[: group.rank])
 
     def run(*_: Any) -> None:
-        _search((values, indices), (best, where), (find, locate))
+        _reduce_then_locate((values, indices), (best, where), (find, locate))
         to_values[...], to_indices[...] = best[first : first + shape[0]], own_where
 
-    steps, given = Steps(group, run), (given_values, given_indices)
+    steps, given = CompositePlan(group, run), (given_values, given_indices)
     return Plan(given, values, to_values, steps, "planned reduce_scatter", how.timeout)
 
 
-def _search(
+def _reduce_then_locate(
     pairs: tuple[Array, Array], found: tuple[Array, Array], by: tuple[Plan[Any], Plan[Any]]
 ) -> None:
     """Find the best values, and then where they are, each by the plan that reduces its memory."""
@@ -180,18 +181,20 @@ def _search(
     with calls_from_here():
         best[...] = values
         find()
-        where[...] = _candidates(values, best, indices)
+        where[...] = _candidate_indices(values, best, indices)
         locate()
 
 
-def _lent(call: Call, x: Any, out: Any, how: How) -> tuple[Borrowed, Borrowed]:
+def _borrow_pair(
+    call: Call, x: Any, out: Any, how: MinlocOptions
+) -> tuple[HostArgument, HostArgument]:
     """Borrow values and indices."""
     outs = (None, None) if out is None else _pair(call, out, "out")
     values, indices = (
-        host_arrays.borrow(array, to, operation=call.operation)
+        host_arrays.host_view(array, to, operation=call.operation)
         for array, to in zip(_pair(call, x, "x"), outs, strict=True)
     )
-    if lowering.scales(how.prescale, how.postscale, operation=call.operation):
+    if lowering.validate_scales(how.prescale, how.postscale, operation=call.operation):
         raise TypeError(f"{call.operation}: {how.op.value} has no scales")
     reduction.check(how.values["op"], values.host.dtype, operation=call.operation)
     if indices.host.dtype.kind not in "iu":
@@ -207,12 +210,12 @@ def _lent(call: Call, x: Any, out: Any, how: How) -> tuple[Borrowed, Borrowed]:
     return values, indices
 
 
-def _going_to(call: Call, loan: Borrowed, out: Any, shape: tuple[int, ...]) -> Borrowed:
+def _going_to(call: Call, loan: HostArgument, out: Any, shape: tuple[int, ...]) -> HostArgument:
     """Say where a result of another shape goes."""
     if out is None:
         return loan._replace(target=None)
-    target, give_back = host_arrays.borrow_out(out, shape, loan.host.dtype, operation=call.operation)
-    return Borrowed(loan.host, target, give_back)
+    target, give_back = host_arrays.check_out(out, shape, loan.host.dtype, operation=call.operation)
+    return HostArgument(loan.host, target, give_back)
 
 
 def _pair(call: Call, given: Any, word: str) -> tuple[Any, Any]:
@@ -224,7 +227,9 @@ def _pair(call: Call, given: Any, word: str) -> tuple[Any, Any]:
     return given
 
 
-def _described(call: Call, values: Array, indices: Array, how: How, **more: object) -> None:
+def _describe(
+    call: Call, values: Array, indices: Array, how: MinlocOptions, **more: object
+) -> None:
     """Compare the whole of both reductions."""
     call.describe(
         op=how.op.value, dtype=values.dtype, indices=indices.dtype, shape=values.shape, **more,
@@ -233,13 +238,13 @@ def _described(call: Call, values: Array, indices: Array, how: How, **more: obje
     call.agree()
 
 
-def _candidates(values: Array, best: Array, indices: Array) -> Array:
+def _candidate_indices(values: Array, best: Array, indices: Array) -> Array:
     """Return the indices of values that are the best, elsewhere the largest integer."""
     same = (values == best) | ((values != values) & (best != best))
     return np.where(same, indices, np.iinfo(indices.dtype).max)
 
 
-def _given(loan: Borrowed, result: Array) -> Any:
+def _as_pair(loan: HostArgument, result: Array) -> Any:
     if loan.target is None:
-        return loan.give_back(host_arrays.in_order_of(loan.host, result))
-    return loan.give_back(host_arrays.store(result, loan.target))
+        return loan.restore(host_arrays.in_order_of(loan.host, result))
+    return loan.restore(host_arrays.copy_to(result, loan.target))

@@ -27,13 +27,14 @@ from collections.abc import Callable
 from typing import Any, Concatenate, NamedTuple, ParamSpec, TypeVar
 
 from collectives.arrays import streams
-from collectives.core.errors import CollectiveError
-from collectives.tracing import call_sites; from collectives.operations import split
 from collectives.calls.group import Group
-from collectives.calls.requests import Job, Request, warn_of
+from collectives.calls.requests import Request, RequestState, warn_unwaited
+from collectives.core.errors import CollectiveError
+from collectives.operations import split
+from collectives.tracing import call_sites
 from collectives.transport.transport import this_thread
 
-__all__ = ["Progress", "asynchronous", "background"]
+__all__ = ["RequestThread", "nonblocking_twin", "request_thread"]
 
 log = logging.getLogger(__name__)
 
@@ -51,11 +52,11 @@ T = TypeVar("T")
 class _Task(NamedTuple):
     """A job, and what the thread has to do for it."""
 
-    job: Job
+    job: RequestState
     run: Callable[[Any], Any]
 
 
-class Progress:
+class RequestThread:
     """Carries out the requests of one communicator, in the order of issue.
 
     Args:
@@ -86,7 +87,7 @@ class Progress:
         Raises:
             CollectiveError: the communicator was closed, or this process is a fork of the rank.
         """
-        job = Job(name)
+        job = RequestState(name)
         if os.getpid() != self._process:
             raise CollectiveError(f"{job}: a forked child is not a rank: start it in the parent")
         with self._starting:
@@ -134,7 +135,7 @@ class Progress:
             self._changed.wait_for(lambda: not self._tasks, drain)
             unfinished = [task.job for task in self._tasks if not task.job.future.done()]
             self._tasks.clear()
-        warn_of(unfinished)
+        warn_unwaited(unfinished)
         for job in unfinished:
             job.fail(CollectiveError(f"{job}: the communicator was closed before it was done"))
         if self._thread is not None:
@@ -198,7 +199,7 @@ class Progress:
 
 
 # Those whose threads were started.
-_started: weakref.WeakSet[Progress] = weakref.WeakSet()
+_started: weakref.WeakSet[RequestThread] = weakref.WeakSet()
 
 
 @atexit.register
@@ -210,21 +211,21 @@ def _finish_all() -> None:
             progress._finish(max(0.0, give_up - time.monotonic()))
 
 
-def background(group: Group) -> Progress:
+def request_thread(group: Group) -> RequestThread:
     """Make what carries out the requests of a group, which keeps it."""
     group_ref = weakref.ref(group)  # the thread must not keep a group that the program drops
 
     def duplicate() -> Group:
         whole = group_ref()
         assert whole is not None  # the caller of `submit` holds it
-        return split.background(whole)
+        return split.background_group(whole)
 
-    progress = Progress(duplicate)
+    progress = RequestThread(duplicate)
     weakref.finalize(group, progress.close_nowait).atexit = False
     return progress
 
 
-def asynchronous(
+def nonblocking_twin(
     operation: Callable[Concatenate[Any, P], T],
 ) -> Callable[Concatenate[Group, P], Request[T]]:
     """Make the twin of a blocking operation that returns a `Request` at once.
@@ -236,7 +237,7 @@ def asynchronous(
 
     @functools.wraps(operation)
     def start(group: Group, /, *args: P.args, **kwargs: P.kwargs) -> Request[T]:
-        ordered = streams.order((*args, *kwargs.values()))
+        ordered = streams.capture_streams((*args, *kwargs.values()))
 
         def run(private: Any) -> T:
             try:
@@ -246,7 +247,7 @@ def asynchronous(
                 raise
             return operation(private, *args, **kwargs)
 
-        return group.kept(background).submit(name, run)
+        return group.state_of(request_thread).submit(name, run)
 
     start.__name__ = name
     start.__qualname__ = f"{operation.__qualname__}_async"

@@ -10,10 +10,11 @@ from typing import Any, TypeVar, cast
 import numpy as np
 
 from collectives.arrays.host_arrays import Array
-from collectives.calls import signature_check; from collectives.operations import gather_moves
-from collectives.plans import planner as plans
-from collectives.calls.call import Call, enter
+from collectives.calls import signature_check
+from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
+from collectives.operations import gather_moves
+from collectives.plans import planner as plans
 
 __all__ = [
     "allgather_object",
@@ -27,7 +28,7 @@ __all__ = [
 
 T = TypeVar("T")
 
-_HEAD_BYTES = signature_check.CARRIED_BYTES
+_HEAD_BYTES = signature_check.MAX_PAYLOAD_BYTES
 
 
 def broadcast_object(group: Group, obj: T, root: int = 0, *, timeout: float | None = None) -> T:
@@ -39,7 +40,7 @@ def broadcast_object(group: Group, obj: T, root: int = 0, *, timeout: float | No
     Returns:
         `obj` itself on the root, a copy elsewhere.
     """
-    with enter(group, "broadcast_object", timeout) as call:
+    with begin_call(group, "broadcast_object", timeout) as call:
         call.check_root(root)
         call.describe(root=root)
         copy: T = from_root(call, obj, root)
@@ -51,7 +52,7 @@ def allgather_object(group: Group, obj: T, *, timeout: float | None = None) -> l
 
     See `broadcast_object` about pickle.
     """
-    with enter(group, "allgather_object", timeout) as call:
+    with begin_call(group, "allgather_object", timeout) as call:
         data = pickled(obj)
         call.describe()  # step 4 of docs/how-a-call-goes.md
         joined, lengths, _ = gather_moves.allgather(call, data)
@@ -72,7 +73,7 @@ def gather_object(
     Raises:
         ValueError: no such root.
     """
-    with enter(group, "gather_object", timeout) as call:
+    with begin_call(group, "gather_object", timeout) as call:
         data = pickled(obj)
         call.check_root(root)
         call.describe(root=root)  # step 4 of docs/how-a-call-goes.md
@@ -108,7 +109,7 @@ def scatter_object(
         >>> comm.scatter_object(names) == f"part-{comm.rank}"
         True
     """
-    with enter(group, "scatter_object", timeout) as call:
+    with begin_call(group, "scatter_object", timeout) as call:
         call.check_root(root)
         own = group.rank == root
         if own and (objs is None or len(objs) != group.size):
@@ -140,7 +141,7 @@ def from_root(call: Call, obj: Any, root: int) -> Any:
     else:
         if not own:
             data = np.empty(length[0], np.uint8)
-        plans.broadcast_part(call, data, root)
+        plans.broadcast_chunk(call, data, root)
     return obj if own else unpickled(data)
 
 

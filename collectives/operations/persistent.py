@@ -14,18 +14,20 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays import lowering, host_arrays
-from collectives.arrays.lowering import Detour
+from collectives.arrays import host_arrays, lowering
 from collectives.arrays.host_arrays import Array
+from collectives.arrays.lowering import Lowering
 from collectives.arrays.reduction import LOCATING, MEAN, Op
-from collectives.operations import gather_moves, minloc; from collectives.calls import plan_buffers, counts as row_counts
-from collectives.plans import planner as plans
-from collectives.calls.call import Call, enter
+from collectives.calls import counts as row_counts
+from collectives.calls import plan_buffers
+from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
-from collectives.plans.by_messages import Reduction
-from collectives.plans.planner import Plan, Steps
-from collectives.plans.prepared_calls import AnyPlan, MessagePlan, NodePlan, given
 from collectives.calls.overloads import A, Splits
+from collectives.operations import gather_moves, minloc
+from collectives.plans import planner as plans
+from collectives.plans.by_messages import ReduceSpec
+from collectives.plans.planner import CompositePlan, Plan
+from collectives.plans.prepared_calls import AnyCall, MessageCall, NodeCall, as_plan_argument
 
 __all__ = ["plan_allgather", "plan_allreduce", "plan_broadcast", "plan_reduce_scatter"]
 
@@ -66,23 +68,23 @@ def plan_allreduce(
         True
     """
     if type(op) is Op and op in LOCATING:
-        asked = minloc.How(op, algorithm, prescale, postscale, timeout)
+        asked = minloc.MinlocOptions(op, algorithm, prescale, postscale, timeout)
         return minloc.plan_allreduce(group, plan_allreduce, x, asked)
-    with enter(group, "plan_allreduce", timeout) as call:  # step 2
-        array = plan_buffers.memory(call, x)
-        scales = lowering.scales(prescale, postscale, operation=call.operation)
-        way = lowering.detour(op, array.dtype, group.size, scales, operation=call.operation)
+    with begin_call(group, "plan_allreduce", timeout) as call:  # step 2
+        array = plan_buffers.pin(call, x)
+        scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
+        way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
         call.describe(  # step 4
             op=op.value, dtype=array.dtype, shape=array.shape, **scales, algorithm=algorithm
         )
         call.agree()
-        name, flat = _planned(call, "allreduce"), array.reshape(-1)
+        name, flat = _make_plan(call, "allreduce"), array.reshape(-1)
         if way is None:
-            plan = plans.allreduce(call, flat, flat, Reduction(op, algorithm))  # step 5
+            plan = plans.allreduce(call, flat, flat, ReduceSpec(op, algorithm))  # step 5
             return Plan(x, flat, flat, plan, name, timeout)
         own = np.empty(flat.shape, way.dtype)
-        plan = plans.allreduce(call, own, own, Reduction(way.op, algorithm))
-        return Plan(x, flat, flat, _by(way, plan, own, own), name, timeout)
+        plan = plans.allreduce(call, own, own, ReduceSpec(way.op, algorithm))
+        return Plan(x, flat, flat, _with_lowering(way, plan, own, own), name, timeout)
 
 
 def plan_broadcast(
@@ -109,14 +111,14 @@ def plan_broadcast(
         >>> comm.plan_broadcast(weights)().tolist()
         [0.0, 0.0, 0.0, 0.0]
     """
-    with enter(group, "plan_broadcast", timeout) as call:  # step 2
-        array = plan_buffers.memory(call, x)
+    with begin_call(group, "plan_broadcast", timeout) as call:  # step 2
+        array = plan_buffers.pin(call, x)
         call.check_root(root)
         call.describe(  # step 4
             dtype=array.dtype, shape=array.shape, root=root, algorithm=algorithm
         )
         call.agree()
-        name, flat = _planned(call, "broadcast"), array.reshape(-1)
+        name, flat = _make_plan(call, "broadcast"), array.reshape(-1)
         plan = plans.broadcast(call, flat, root, algorithm)  # step 5
         return Plan(x, flat, flat, plan, name, timeout)
 
@@ -140,26 +142,28 @@ def plan_allgather(
         A function without arguments that fills `out` with the rows that the ranks' `x` have then,
         and returns it: the same array each time.
     """
-    with enter(group, "plan_allgather", timeout) as call:  # step 2
-        loan = host_arrays.borrow(x, operation=call.operation)
-        array = np.atleast_1d(plan_buffers.memory(call, x))
+    with begin_call(group, "plan_allgather", timeout) as call:  # step 2
+        loan = host_arrays.host_view(x, operation=call.operation)
+        array = np.atleast_1d(plan_buffers.pin(call, x))
         row, dtype = array.shape[1:], array.dtype
-        to = host_arrays.borrow_rows(out, row, dtype, loan, operation=call.operation)
-        plan_buffers.check_target(call, out, to.target)
+        to = host_arrays.check_out_rows(out, row, dtype, loan, operation=call.operation)
+        plan_buffers.check_out(call, out, to.target)
         call.describe(dtype=dtype, row=row, algorithm=algorithm)  # step 4
-        rows, given = call.tell(len(array), to.number).T.tolist()
-        if error := row_counts.unfit(group, call.operation, row, given, [sum(rows)] * group.size):
-            raise call.known(error)
-        call.next_part()
+        rows, given = call.exchange_integers(len(array), to.number).T.tolist()
+        if error := row_counts.output_mismatch(
+            group, call.operation, row, given, [sum(rows)] * group.size
+        ):
+            raise call.announce(error)
+        call.next_chunk()
         width = math.prod(row)
         bounds = [width * n for n in itertools.accumulate(rows, initial=0)]
         before = bounds[group.rank] * dtype.itemsize
         send, shape = array.reshape(-1), (sum(rows), *row)
-        result, flat = plan_buffers.room(call, to.target, shape, dtype, send, before)
+        result, flat = plan_buffers.output(call, to.target, shape, dtype, send, before)
         call.agree()  # after the last refusal
-        name = _planned(call, "allgather", rows=tuple(rows))
+        name = _make_plan(call, "allgather", rows=tuple(rows))
         move = partial(gather_moves.allgather_known, bounds, algorithm)
-        plan: NodePlan | MessagePlan = MessagePlan(call, move)
+        plan: NodeCall | MessageCall = MessageCall(call, move)
         if engine := call.engine_for(algorithm):  # step 5
             ends = [n * dtype.itemsize for n in bounds]
             parts = enumerate(itertools.pairwise(ends))
@@ -167,8 +171,8 @@ def plan_allgather(
                 (rank, 0, stop - start, start) for rank, (start, stop) in parts if start < stop
             ]
             longest = max(rows) * width * dtype.itemsize
-            plan = NodePlan(call, engine.plan_publish(send.nbytes, table, call.digest, longest))
-    return Plan(to.give_back(result), send, flat, plan, name, timeout)
+            plan = NodeCall(call, engine.plan_publish(send.nbytes, table, call.digest, longest))
+    return Plan(to.restore(result), send, flat, plan, name, timeout)
 
 
 def plan_reduce_scatter(
@@ -205,40 +209,44 @@ def plan_reduce_scatter(
         ranks' `x` hold then, and returns it: the same array each time.
     """
     if type(op) is Op and op in LOCATING:
-        asked = minloc.How(op, algorithm, prescale, postscale, timeout)
+        asked = minloc.MinlocOptions(op, algorithm, prescale, postscale, timeout)
         both = plan_allreduce, plan_reduce_scatter
         return minloc.plan_reduce_scatter(group, both, x, out, counts, asked)
-    with enter(group, "plan_reduce_scatter", timeout) as call:  # step 2
-        loan = host_arrays.borrow(x, operation=call.operation)
-        array = plan_buffers.memory(call, x)
-        scales = lowering.scales(prescale, postscale, operation=call.operation)
-        way = lowering.detour(op, array.dtype, group.size, scales, operation=call.operation)
-        shares = row_counts.shares(call, array, counts=counts)
-        shape, target, give_back = (shares[group.rank], *array.shape[1:]), None, loan.give_back
+    with begin_call(group, "plan_reduce_scatter", timeout) as call:  # step 2
+        loan = host_arrays.host_view(x, operation=call.operation)
+        array = plan_buffers.pin(call, x)
+        scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
+        way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
+        shares = row_counts.split_counts(call, array, counts=counts)
+        shape, target, give_back = (shares[group.rank], *array.shape[1:]), None, loan.restore
         if out is not None:
-            target, give_back = host_arrays.borrow_out(out, shape, array.dtype, operation=call.operation)
-        plan_buffers.check_target(call, out, target)
+            target, give_back = host_arrays.check_out(
+                out, shape, array.dtype, operation=call.operation
+            )
+        plan_buffers.check_out(call, out, target)
         width = math.prod(array.shape[1:])
         bounds = [width * n for n in itertools.accumulate(shares, initial=0)]
         send, before = array.reshape(-1), bounds[group.rank] * array.itemsize
-        result, flat = plan_buffers.room(call, target, shape, array.dtype, send, -before)
+        result, flat = plan_buffers.output(call, target, shape, array.dtype, send, -before)
         call.describe(  # step 4
             op=op.value, dtype=array.dtype, shape=array.shape, counts=tuple(shares), **scales,
             algorithm=algorithm,
         )  # fmt: skip
         call.agree()
-        name = _planned(call, "reduce_scatter")
-        plan: AnyPlan | Steps
+        name = _make_plan(call, "reduce_scatter")
+        plan: AnyCall | CompositePlan
         if way is None:
-            plan = plans.reduce_scatter(call, send, bounds, Reduction(op, algorithm), shape)  # 5
+            plan = plans.reduce_scatter(call, send, bounds, ReduceSpec(op, algorithm), shape)  # 5
         else:
             own, taken = np.empty(send.shape, way.dtype), np.empty(flat.shape, way.dtype)
-            by = Reduction(way.op, algorithm)
-            plan = _by(way, plans.reduce_scatter(call, own, bounds, by, shape), own, taken)
+            by = ReduceSpec(way.op, algorithm)
+            plan = _with_lowering(
+                way, plans.reduce_scatter(call, own, bounds, by, shape), own, taken
+            )
     return Plan(give_back(result), send, flat, plan, name, timeout)
 
 
-def _by(way: Detour, plan: AnyPlan, own: Array, taken: Array) -> Steps:
+def _with_lowering(way: Lowering, plan: AnyCall, own: Array, taken: Array) -> CompositePlan:
     """Plan a call that goes by way of another one.
 
     Args:
@@ -250,13 +258,13 @@ def _by(way: Detour, plan: AnyPlan, own: Array, taken: Array) -> Steps:
 
     def run(send: Array, out: Array, timeout: float | None) -> None:
         way.put(send, own)
-        plan.run(given(plan, own), given(plan, taken), timeout)
+        plan.run(as_plan_argument(plan, own), as_plan_argument(plan, taken), timeout)
         out[...] = way.back(taken)
 
-    return Steps(plan.group, run)
+    return CompositePlan(plan.group, run)
 
 
-def _planned(call: Call, operation: str, **fields: object) -> str:
+def _make_plan(call: Call, operation: str, **fields: object) -> str:
     """Describe the calls of a plan, and return how they call themselves."""
     name = f"planned {operation}"
     call.add(operation=name, **fields)

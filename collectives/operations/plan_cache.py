@@ -24,33 +24,33 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.arrays import adapters
-from collectives.arrays.adapter import Foreign
-from collectives.arrays.host_arrays import Array, unchanged
-from collectives.kernels import buffer_address
-from collectives.node.shared_arrays import Place
-from collectives.plans import planner as plans
+from collectives.arrays.adapter import ArrayAdapter
+from collectives.arrays.host_arrays import Array, identity
 from collectives.calls.group import Group
-from collectives.devices.staged import OnDevices
+from collectives.devices.staged import DeviceOperations
+from collectives.kernels import buffer_address
+from collectives.node.shared_arrays import SharedLocation
+from collectives.plans import planner as plans
 
-__all__ = ["LATER", "Key", "again", "into", "keep"]
+__all__ = ["DEFERRED_OUT", "Key", "run_cached", "run_cached_into", "store"]
 
 Key = tuple[object, ...]
 
 # In place of an array: the caller finds one for the result, perhaps as the ranks meet.
-LATER: Any = object()
+DEFERRED_OUT: Any = object()
 
 # What goes wrong in a look-up and is for the long way, which tells the other ranks of it: an
 # unknown call, arguments that cannot be looked for or compared, no memory for the result.
 _NOT_FOUND = (KeyError, TypeError, ValueError, MemoryError)
 
 # What else goes wrong where arrays of other libraries are looked at.
-_NOT_SEEN = (*_NOT_FOUND, AttributeError, BufferError, LookupError, RuntimeError)
+_NOT_ADAPTED = (*_NOT_FOUND, AttributeError, BufferError, LookupError, RuntimeError)
 
 # Of what NumPy makes arrays, when it is asked for one.
 _NUMBERS = (bool, int, float, complex, list, tuple, np.generic)
 
 
-def again(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
+def run_cached(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
     """Make a call that is like an earlier one, by the plan of that one.
 
     Args as the caller's. `out` may be `LATER`.
@@ -64,20 +64,20 @@ def again(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> An
         As `NodePlan.run`.
     """
     if type(x) is not np.ndarray:
-        return _as_array(again, group, key, x, out, timeout)
+        return _run_adapted(run_cached, group, key, x, out, timeout)
     try:
         dtype, shape = x.dtype, x.shape
         plan = group.plans[key, dtype, shape, _place(group, x) if out is x else None]
         result = np.empty(shape, dtype) if out is None else out
         if (
-            group.watcher is not group.status  # who wants to know more than a kernel tells
+            group.listener is not group.status  # who wants to know more than a kernel tells
             or not (timeout is None or timeout > 0)
         ):
             return _by_addresses(group, key, x, out, timeout)
         if group.gate is not None:
             group.check_free(plan.operation)
         group.gate = plan  # before its block changes, because another thread may use the plan
-        if not group.look.bind(plan.arrays, x, result):
+        if not group.address_reader.bind(plan.arrays, x, result):
             group.gate = group.unusable
             return _by_addresses(group, key, x, out, timeout)
     except _NOT_FOUND:
@@ -86,30 +86,30 @@ def again(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> An
     return result
 
 
-def _place(group: Group, x: Array) -> Place | None:
+def _place(group: Group, x: Array) -> SharedLocation | None:
     """Say where an array that is reduced in place lies in shared memory, for its plan's key."""
     engine = group.node_engine
     if engine is None or not engine.shared:
         return None
-    return engine.shared.place_at(group.look.readable(x), x.nbytes)
+    return engine.shared.location_at(group.address_reader.readable(x), x.nbytes)
 
 
 def _by_addresses(group: Group, key: Key, x: Array, out: Any, timeout: float | None) -> Any:
     """As `again`, for plans of any kind, and arrays that are only then known to share memory."""
     try:
-        readable, writable, _ = group.look
+        readable, writable, _ = group.address_reader
         send: Any = readable(x)
         if not send or not (timeout is None or timeout > 0):
             return None
         target: Any = 0
         place = None
-        if out is not None and out is not LATER:
+        if out is not None and out is not DEFERRED_OUT:
             target = writable(x, out)
             if not target:
                 return None
             if target == send:
                 engine = group.node_engine  # its place in shared memory is a part of the key
-                place = None if engine is None else engine.shared.place_at(send, x.nbytes)
+                place = None if engine is None else engine.shared.location_at(send, x.nbytes)
             elif -x.nbytes < target - send < x.nbytes:  # what is written would be read again
                 return None
         plan = group.plans[key, x.dtype, x.shape, place]
@@ -117,14 +117,14 @@ def _by_addresses(group: Group, key: Key, x: Array, out: Any, timeout: float | N
             out = np.empty(x.shape if plan.shape is None else plan.shape, x.dtype)
             target = readable(out)
         if plan.by_messages:
-            send, target = x.reshape(-1), None if out is LATER else out.reshape(-1)
+            send, target = x.reshape(-1), None if out is DEFERRED_OUT else out.reshape(-1)
     except _NOT_FOUND:
         return None
     made = plan.run(send, target, timeout)
     return out if made is None else made
 
 
-def into(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
+def run_cached_into(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
     """As `again`, for a call whose result has another shape than `x`, and goes into `out`.
 
     Either of them may be a part of the other one, in its place.
@@ -133,12 +133,12 @@ def into(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any
         `out`; None where no plan is known, or something needs a closer look.
     """
     if type(x) is not np.ndarray:
-        return _as_array(into, group, key, x, out, timeout)
+        return _run_adapted(run_cached_into, group, key, x, out, timeout)
     if type(out) is not np.ndarray:
         return None
     try:
         plan = group.plans[key, x.dtype, x.shape, None]
-        readable = group.look.readable
+        readable = group.address_reader.readable
         send: Any = readable(x)
         target: Any = readable(out)
         fits = out.shape == plan.shape and out.dtype == x.dtype and out.flags.writeable
@@ -154,7 +154,7 @@ def into(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any
     return out
 
 
-class _Seen(NamedTuple):
+class _Adapted(NamedTuple):
     """What is looked for in place of an array of another kind.
 
     Attributes:
@@ -168,45 +168,47 @@ class _Seen(NamedTuple):
     finish: Callable[[Array], Any]
 
 
-def _as_array(
+def _run_adapted(
     find: Callable[..., Any], group: Group, key: Key, x: Any, out: Any, timeout: float | None
 ) -> Any:
     """As `find`, which is `again` or `into`, for what is not an array of NumPy."""
     try:
-        seen = _see(group, key, x, out)
-    except _NOT_SEEN:
+        seen = _adapt(group, key, x, out)
+    except _NOT_ADAPTED:
         return None
     if seen is None:
         return None
     made = find(group, key, seen.array, seen.out, timeout)
-    return made if made is None or made is LATER else seen.finish(made)
+    return made if made is None or made is DEFERRED_OUT else seen.finish(made)
 
 
-def _see(group: Group, key: Key, x: Any, out: Any) -> _Seen | None:
+def _adapt(group: Group, key: Key, x: Any, out: Any) -> _Adapted | None:
     """See an array of another kind as one of NumPy, and where its result goes."""
     if isinstance(x, _NUMBERS):
-        return _Seen(np.asarray(x), out, unchanged)
-    memory = None if isinstance(x, np.ndarray) else adapters.foreign(x)
+        return _Adapted(np.asarray(x), out, identity)
+    memory = None if isinstance(x, np.ndarray) else adapters.adapter_for(x)
     if memory is None:
         return None
     to = memory if out is x else None
-    if out is not x and not (out is None or out is LATER or type(out) is np.ndarray):
-        to = adapters.foreign(out)
+    if out is not x and not (out is None or out is DEFERRED_OUT or type(out) is np.ndarray):
+        to = adapters.adapter_for(out)
         if to is None or not (to.shared or to.pinnable):
             return None
-    array, result = (_staged if memory.pinnable else _lent)(group, key, memory, to, out)
+    array, result = (_staging_copies if memory.pinnable else _host_views)(
+        group, key, memory, to, out
+    )
     if to is None:
-        return _Seen(array, result, unchanged if type(out) is np.ndarray else memory.wrap)
+        return _Adapted(array, result, identity if type(out) is np.ndarray else memory.wrap)
 
     def write(made: Array) -> Any:
         to.write(made)
         return out
 
-    return _Seen(array, result, write)
+    return _Adapted(array, result, write)
 
 
-def _lent(
-    group: Group, key: Key, memory: Foreign, to: Foreign | None, out: Any
+def _host_views(
+    group: Group, key: Key, memory: ArrayAdapter, to: ArrayAdapter | None, out: Any
 ) -> tuple[Array, Any]:
     """Return the memory of an array of the host, and that of its result.
 
@@ -221,19 +223,19 @@ def _lent(
     return array, array if to is memory else to.elements()
 
 
-def _staged(
-    group: Group, key: Key, memory: Foreign, to: Foreign | None, out: Any
+def _staging_copies(
+    group: Group, key: Key, memory: ArrayAdapter, to: ArrayAdapter | None, out: Any
 ) -> tuple[Array, Any]:
     """Copy an array of a device to host memory that is kept, where its result goes, too.
 
     Raises:
         LookupError: there is no plan, or the result does not fit; before anything is copied.
     """
-    array = group.kept(OnDevices).host_memory(str(key[0]), memory)
+    array = group.state_of(DeviceOperations).host_memory(str(key[0]), memory)
     if array is None:
         raise LookupError
     plan = group.plans[key, array.dtype, array.shape, _place(group, array)]
-    in_place = plan.shape is None and out is not LATER
+    in_place = plan.shape is None and out is not DEFERRED_OUT
     if not in_place:  # the result is of another shape
         fits = to is None or to.shared
     elif to is not None and to.pinnable:
@@ -249,14 +251,14 @@ def _staged(
     return array, out if to is None else to.elements()
 
 
-def keep(group: Group, key: Key, x: Array, result: Any, plan: object) -> None:
+def store(group: Group, key: Key, x: Array, result: Any, plan: object) -> None:
     """Keep the plan of a call with `x` and its result in host memory, if later ones can find it."""
     if x.flags.c_contiguous and x.dtype.isnative:
         engine, place = group.node_engine, None
         if engine is not None and isinstance(result, np.ndarray):
-            place = engine.shared.place_of(x, result)
+            place = engine.shared.location_of_pair(x, result)
         if group.size > 1:  # nothing is compiled for a rank alone
-            group.look = buffer_address.look()
+            group.address_reader = buffer_address.address_reader()
         if len(group.plans) >= plans.MOST:
             group.plans.clear()
         group.plans[key, x.dtype, x.shape, place] = plan

@@ -13,34 +13,47 @@ from typing import Any, overload
 
 import numpy as np
 
-from collectives.arrays import lowering, host_arrays
-from collectives.arrays.host_arrays import Array, Borrowed
-from collectives.arrays.reduction import BY_WAY, LOCATING, MEAN, Op
-from collectives.kernels.compression import NONE, Compression, chosen
-from collectives.operations import minloc, plan_cache; from collectives.plans import by_messages; from collectives.calls import counts as row_counts
-from collectives.plans import planner as plans
-from collectives.calls.call import enter
+from collectives.arrays import host_arrays, lowering
+from collectives.arrays.host_arrays import Array, HostArgument
+from collectives.arrays.reduction import LOCATING, LOWERED, MEAN, Op
+from collectives.calls import counts as row_counts
+from collectives.calls.call import begin_call
 from collectives.calls.group import Group
-from collectives.plans.by_messages import Reduction
-from collectives.devices.staged import BorrowedOnDevice, OnDevices
-from collectives.plans.prepared_calls import MessagePlan, NodePlan
-from collectives.calls.overloads import A, Compressing, Detachable, Numbers, Reducing, Sharing, Splits, Unpack
+from collectives.calls.overloads import (
+    A,
+    CompressionOptions,
+    Detachable,
+    Numbers,
+    ReduceOptions,
+    ReduceScatterOptions,
+    Splits,
+    Unpack,
+)
+from collectives.devices.staged import DeviceArgument, DeviceOperations
+from collectives.kernels.compression import NONE, Compression, resolve
+from collectives.operations import minloc, plan_cache
+from collectives.plans import by_messages
+from collectives.plans import planner as plans
+from collectives.plans.by_messages import ReduceSpec
+from collectives.plans.prepared_calls import MessageCall, NodeCall
 
 __all__ = ["allreduce", "reduce", "reduce_scatter"]
 
 
 @overload
 def allreduce(
-    group: Group, x: Numbers, *, out: None = None, **options: Unpack[Compressing]
+    group: Group, x: Numbers, *, out: None = None, **options: Unpack[CompressionOptions]
 ) -> Array: ...
 @overload
 def allreduce(
-    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[Compressing]
+    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[CompressionOptions]
 ) -> A: ...
 @overload
-def allreduce(group: Group, x: A, *, out: None = None, **options: Unpack[Compressing]) -> A: ...
+def allreduce(
+    group: Group, x: A, *, out: None = None, **options: Unpack[CompressionOptions]
+) -> A: ...
 @overload
-def allreduce(group: Group, x: object, *, out: A, **options: Unpack[Compressing]) -> A: ...
+def allreduce(group: Group, x: object, *, out: A, **options: Unpack[CompressionOptions]) -> A: ...
 def allreduce(
     group: Group,
     x: Any,
@@ -103,66 +116,71 @@ def allreduce(
     """
     key = ("allreduce", op, algorithm, None if compression is NONE else compression, prescale,
            postscale)  # fmt: skip
-    if (known := plan_cache.again(group, key, x, out, timeout)) is not None:  # step 1
+    if (known := plan_cache.run_cached(group, key, x, out, timeout)) is not None:  # step 1
         return known
     if type(op) is Op and op in LOCATING:
-        asked = minloc.How(op, algorithm, prescale, postscale, timeout)
+        asked = minloc.MinlocOptions(op, algorithm, prescale, postscale, timeout)
         return minloc.allreduce(group, allreduce, x, out, asked)
-    with enter(group, "allreduce", timeout) as call:  # step 2
-        compression = chosen(compression, call.operation)
-        on_devices = group.kept(OnDevices)
-        scales = lowering.scales(prescale, postscale, operation=call.operation)
-        loan: Borrowed | BorrowedOnDevice | None = None
-        if not scales and op not in BY_WAY:
+    with begin_call(group, "allreduce", timeout) as call:  # step 2
+        compression = resolve(compression, call.operation)
+        on_devices = group.state_of(DeviceOperations)
+        scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
+        loan: HostArgument | DeviceArgument | None = None
+        if not scales and op not in LOWERED:
             loan = on_devices.borrow(call.operation, x, out, algorithm)
-        loan = loan or host_arrays.borrow(x, out, operation=call.operation)  # step 3
-        array = loan.host if isinstance(loan, Borrowed) else loan
-        way = lowering.detour(op, array.dtype, group.size, scales, operation=call.operation)
+        loan = loan or host_arrays.host_view(x, out, operation=call.operation)  # step 3
+        array = loan.host if isinstance(loan, HostArgument) else loan
+        way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
         codec = None
         if way is None or way.dtype == array.dtype:
             codec = compression.codec(array.dtype, op, network=group.num_nodes > 1, name=name)
         if codec is not None:
-            codec.claim(math.prod(array.shape), array.dtype)
-        if not isinstance(loan, Borrowed):
-            algorithm = on_devices.chosen(algorithm, loan, op, codec, call.operation)
-        memory = {} if isinstance(loan, Borrowed) else {"memory": "device"}
+            codec.acquire(math.prod(array.shape), array.dtype)
+        if not isinstance(loan, HostArgument):
+            algorithm = on_devices.algorithm_for(algorithm, loan, op, codec, call.operation)
+        memory = {} if isinstance(loan, HostArgument) else {"memory": "device"}
         call.describe(  # step 4
             op=op.value, dtype=array.dtype, shape=array.shape, compression=compression, **memory,
             **scales, algorithm=algorithm,
         )  # fmt: skip
-        if not isinstance(loan, Borrowed):
-            planned = on_devices.allreduce(call, loan, Reduction(op, algorithm, codec))
+        if not isinstance(loan, HostArgument):
+            planned = on_devices.allreduce(call, loan, ReduceSpec(op, algorithm, codec))
             if planned is not None:
                 window, in_window = planned
-                plan_cache.keep(group, key, window, window, in_window)  # step 7
+                plan_cache.store(group, key, window, window, in_window)  # step 7
             return loan.finish()
         if way is not None:
             loan, op = way.lend(loan), way.op
-        how = Reduction(op, algorithm, codec)
+        how = ReduceSpec(op, algorithm, codec)
         send, flat, result = _memory(loan)
         plan = plans.allreduce(call, send, flat, how)  # step 5
         plan.first(call, send, flat)  # step 6
         # Not what every call looks at once more: a name, or numbers before they are combined.
         if way is None and (codec is None or codec.residuals is None):
-            plan_cache.keep(group, key, loan.host, result, plan)  # step 7
-    return loan.give_back(host_arrays.store(flat, result))
+            plan_cache.store(group, key, loan.host, result, plan)  # step 7
+    return loan.restore(host_arrays.copy_to(flat, result))
 
 
 @overload
 def reduce(
-    group: Group, x: Numbers, root: int = 0, *, out: None = None, **options: Unpack[Reducing]
+    group: Group, x: Numbers, root: int = 0, *, out: None = None, **options: Unpack[ReduceOptions]
 ) -> Array | None: ...
 @overload
 def reduce(
-    group: Group, x: Detachable[A], root: int = 0, *, out: None = None, **options: Unpack[Reducing]
+    group: Group,
+    x: Detachable[A],
+    root: int = 0,
+    *,
+    out: None = None,
+    **options: Unpack[ReduceOptions],
 ) -> A | None: ...
 @overload
 def reduce(
-    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[Reducing]
+    group: Group, x: A, root: int = 0, *, out: None = None, **options: Unpack[ReduceOptions]
 ) -> A | None: ...
 @overload
 def reduce(
-    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[Reducing]
+    group: Group, x: object, root: int = 0, *, out: A, **options: Unpack[ReduceOptions]
 ) -> A | None: ...
 def reduce(
     group: Group,
@@ -190,19 +208,19 @@ def reduce(
     own = group.rank == root
     key = ("reduce", op, algorithm, root, prescale, postscale)
     # An array of NumPy stands for no result at less cost than `LATER`.
-    to = out if own else (x if type(x) is np.ndarray else plan_cache.LATER)
-    known = plan_cache.again(group, key, x, to, timeout)  # step 1
+    to = out if own else (x if type(x) is np.ndarray else plan_cache.DEFERRED_OUT)
+    known = plan_cache.run_cached(group, key, x, to, timeout)  # step 1
     if known is not None:
         return known if own else None
     if type(op) is Op and op in LOCATING:
-        asked = minloc.How(op, algorithm, prescale, postscale, timeout)
+        asked = minloc.MinlocOptions(op, algorithm, prescale, postscale, timeout)
         return minloc.reduce(group, (allreduce, reduce), x, root, out, asked)
-    with enter(group, "reduce", timeout) as call:  # step 2
-        loan = host_arrays.borrow(x, out if own else None, operation=call.operation)  # step 3
+    with begin_call(group, "reduce", timeout) as call:  # step 2
+        loan = host_arrays.host_view(x, out if own else None, operation=call.operation)  # step 3
         array = loan.host
         call.check_root(root)
-        scales = lowering.scales(prescale, postscale, operation=call.operation)
-        way = lowering.detour(op, array.dtype, group.size, scales, operation=call.operation)
+        scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
+        way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
         call.describe(  # step 4
             op=op.value, dtype=array.dtype, shape=array.shape, root=root, **scales,
             algorithm=algorithm,
@@ -211,30 +229,34 @@ def reduce(
             loan, op = way.lend(loan), way.op
         send, flat, result = _memory(loan)
         target = flat if own else None
-        plan: NodePlan | MessagePlan  # step 5
+        plan: NodeCall | MessageCall  # step 5
         if engine := call.engine_for(algorithm):
-            plan = NodePlan(call, engine.plan_reduce(send, target, op, root, call.digest))
+            plan = NodeCall(call, engine.plan_reduce(send, target, op, root, call.digest))
         else:
-            how = Reduction(op, algorithm)
-            plan = MessagePlan(call, partial(by_messages.reduce, how=how, root=root))
+            how = ReduceSpec(op, algorithm)
+            plan = MessageCall(call, partial(by_messages.reduce, how=how, root=root))
         plan.first(call, send, target)  # step 6
         if way is None:
-            plan_cache.keep(group, key, array, result if own else array, plan)  # step 7
-    return None if target is None else loan.give_back(host_arrays.store(flat, result))
+            plan_cache.store(group, key, array, result if own else array, plan)  # step 7
+    return None if target is None else loan.restore(host_arrays.copy_to(flat, result))
 
 
 @overload
 def reduce_scatter(
-    group: Group, x: Numbers, *, out: None = None, **options: Unpack[Sharing]
+    group: Group, x: Numbers, *, out: None = None, **options: Unpack[ReduceScatterOptions]
 ) -> Array: ...
 @overload
 def reduce_scatter(
-    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[Sharing]
+    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[ReduceScatterOptions]
 ) -> A: ...
 @overload
-def reduce_scatter(group: Group, x: A, *, out: None = None, **options: Unpack[Sharing]) -> A: ...
+def reduce_scatter(
+    group: Group, x: A, *, out: None = None, **options: Unpack[ReduceScatterOptions]
+) -> A: ...
 @overload
-def reduce_scatter(group: Group, x: object, *, out: A, **options: Unpack[Sharing]) -> A: ...
+def reduce_scatter(
+    group: Group, x: object, *, out: A, **options: Unpack[ReduceScatterOptions]
+) -> A: ...
 def reduce_scatter(
     group: Group,
     x: Any,
@@ -272,22 +294,24 @@ def reduce_scatter(
     """
     key: plan_cache.Key = ("reduce_scatter", op, algorithm, prescale, postscale,
                       tuple(counts) if type(counts) is list else counts)  # fmt: skip
-    find = plan_cache.again if out is None else plan_cache.into
+    find = plan_cache.run_cached if out is None else plan_cache.run_cached_into
     if (known := find(group, key, x, out, timeout)) is not None:  # step 1
         return known
     if type(op) is Op and op in LOCATING:
-        asked = minloc.How(op, algorithm, prescale, postscale, timeout)
+        asked = minloc.MinlocOptions(op, algorithm, prescale, postscale, timeout)
         return minloc.reduce_scatter(group, (allreduce, reduce_scatter), x, out, counts, asked)
-    with enter(group, "reduce_scatter", timeout) as call:  # step 2
-        loan = host_arrays.borrow(x, operation=call.operation)  # step 3
+    with begin_call(group, "reduce_scatter", timeout) as call:  # step 2
+        loan = host_arrays.host_view(x, operation=call.operation)  # step 3
         array = loan.host
-        scales = lowering.scales(prescale, postscale, operation=call.operation)
-        way = lowering.detour(op, array.dtype, group.size, scales, operation=call.operation)
-        shares = row_counts.shares(call, array, counts=counts)
+        scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
+        way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
+        shares = row_counts.split_counts(call, array, counts=counts)
         shape = (shares[group.rank], *array.shape[1:])
-        target, give_back = None, loan.give_back
+        target, give_back = None, loan.restore
         if out is not None:
-            target, give_back = host_arrays.borrow_out(out, shape, array.dtype, operation=call.operation)
+            target, give_back = host_arrays.check_out(
+                out, shape, array.dtype, operation=call.operation
+            )
         told: dict[str, object] = {}
         if counts is not None:
             told["counts"] = numbers = tuple(shares)
@@ -297,20 +321,20 @@ def reduce_scatter(
             algorithm=algorithm,
         )  # fmt: skip
         if way is not None:
-            loan, op = way.lend(Borrowed(array, target, give_back)), way.op
-            array, target, give_back = loan.host, None, loan.give_back
+            loan, op = way.lend(HostArgument(array, target, give_back)), way.op
+            array, target, give_back = loan.host, None, loan.restore
         bounds = [0, *(n * math.prod(array.shape[1:]) for n in itertools.accumulate(shares))]
         send = host_arrays.flat(array)
         before = bounds[group.rank] * array.itemsize
-        result, own = host_arrays.room(target, shape, array.dtype, send, -before)
-        plan = plans.reduce_scatter(call, send, bounds, Reduction(op, algorithm), shape)  # step 5
+        result, own = host_arrays.output(target, shape, array.dtype, send, -before)
+        plan = plans.reduce_scatter(call, send, bounds, ReduceSpec(op, algorithm), shape)  # step 5
         plan.first(call, send, own)  # step 6
         if way is None:
-            plan_cache.keep(group, key, array, None, plan)  # step 7
-    return give_back(host_arrays.store(own, result))
+            plan_cache.store(group, key, array, None, plan)  # step 7
+    return give_back(host_arrays.copy_to(own, result))
 
 
-def _memory(loan: Borrowed) -> tuple[Array, Array, Array]:
+def _memory(loan: HostArgument) -> tuple[Array, Array, Array]:
     """Return flat memory of what is sent and of the result, and the result in its own shape."""
     array = loan.host
     result = np.empty_like(array) if loan.target is None else loan.target

@@ -15,10 +15,10 @@ from collectives.algorithms import selection
 from collectives.arrays import device, host_arrays, reduction
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
-from collectives.node.engine import Engine
-from collectives.calls.call import Call, enter
+from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
 from collectives.calls.overloads import A, Detachable, Numbers
+from collectives.node.engine import Engine
 
 __all__ = ["exscan", "scan"]
 
@@ -178,10 +178,10 @@ def exscan(
 def _scan(
     group: Group, operation: str, x: Any, op: Op, out: Any, algorithm: str, timeout: float | None
 ) -> Any:
-    with enter(group, operation, timeout) as call:  # step 2
+    with begin_call(group, operation, timeout) as call:  # step 2
         inclusive = operation == "scan"
         has_result = inclusive or group.rank > 0
-        loan = host_arrays.borrow(x, out if has_result else None, operation=operation)  # step 3
+        loan = host_arrays.host_view(x, out if has_result else None, operation=operation)  # step 3
         array = loan.host
         reduction.check(op, array.dtype, operation=operation)
         call.describe(
@@ -202,10 +202,10 @@ def _scan(
         elif inclusive:
             reduction.combine(op)(total, own.astype(work, copy=False))
         if op is MEAN and count > 1:
-            with reduction.quiet():
+            with reduction.ignore_float_errors():
                 device.divide(total, count)
         result = np.empty_like(array) if loan.target is None else loan.target
-    return loan.give_back(host_arrays.store(total, result))
+    return loan.restore(host_arrays.copy_to(total, result))
 
 
 def _in_memory(call: Call, engine: Engine, own: Array, work: np.dtype[Any], op: Op) -> Array | None:
@@ -217,7 +217,7 @@ def _in_memory(call: Call, engine: Engine, own: Array, work: np.dtype[Any], op: 
     for at in range(0, max(own.size, 1), step):  # once at least, which compares the calls
         part = own[at : at + step]
         wanted = [(other, 0, shown[other, : part.size]) for other in range(rank)]
-        call.met(engine.publish(part, wanted, call.digest, call.deadline, part.nbytes))
+        call.checked(engine.publish(part, wanted, call.digest, call.deadline, part.nbytes))
         for other, _, theirs in wanted:
             if other == 0:
                 total[at : at + step] = theirs

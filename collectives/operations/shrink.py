@@ -6,13 +6,13 @@ import math
 from typing import TypeVar
 
 from collectives.arrays.reduction import MIN
+from collectives.calls.group import Group
 from collectives.core.errors import LaunchError
 from collectives.launch import processes
 from collectives.launch.open_mpi import is_fault_tolerant
-from collectives.calls.group import Group
-from collectives.p2p.endpoint import PointToPoint
-from collectives.operations.nonblocking import background
+from collectives.operations.nonblocking import request_thread
 from collectives.operations.reduce import allreduce
+from collectives.p2p.endpoint import P2PEndpoint
 from collectives.transport.transport import Deadline
 
 __all__ = ["agreed", "shrink"]
@@ -66,11 +66,11 @@ def shrink(group: G, *, timeout: float | None = None) -> G:
     try:
         transport, members = group.transport.shrink(deadline)
     except BaseException as error:
-        group.failed("shrink", error)
+        group.mark_failed("shrink", error)
         group.end(record, error)
         raise
     group.end(record, None)
-    _let_go(group)
+    _release(group)
     transport.world = [group.world_ranks[rank] for rank in members]
     leaders = [group.leaders[rank] for rank in members]
     return type(group)(transport, leaders, group.settings, f"{group.recorder.name}.shrunk")
@@ -111,17 +111,17 @@ def agreed(group: Group, flag: bool, *, timeout: float | None = None) -> bool:
     try:
         answer = group.transport.agree(flag and group.unusable is None, deadline)
     except BaseException as error:
-        group.failed("agreed", error)
+        group.mark_failed("agreed", error)
         group.end(record, error)
         raise
     group.end(record, None)
     return answer
 
 
-def _let_go(group: Group) -> None:
+def _release(group: Group) -> None:
     """End the threads of a communicator with dead ranks; its memory goes with its last user."""
     group.refuse_calls("it was shrunk")
-    group.close_kept(background)
-    group.close_kept(PointToPoint)
+    group.close_state_of(request_thread)
+    group.close_state_of(P2PEndpoint)
     if group.node_engine is not None:
         group.node_engine.close()

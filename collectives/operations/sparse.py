@@ -10,18 +10,18 @@ import numpy as np
 from collectives.arrays import device, host_arrays, reduction
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
-from collectives.calls.call import enter
+from collectives.calls.call import begin_call
 from collectives.calls.group import Group
-from collectives.operations.reduce import allreduce
-from collectives.operations.gather_scatter import allgather
 from collectives.calls.overloads import A, Detachable, Numbers, Unpack
+from collectives.operations.gather_scatter import allgather
+from collectives.operations.reduce import allreduce
 
-__all__ = ["Summing", "sparse_allreduce"]
+__all__ = ["SparseOptions", "sparse_allreduce"]
 
 _ALGORITHMS = ("auto", "rows", "dense")
 
 
-class Summing(TypedDict, total=False):
+class SparseOptions(TypedDict, total=False):
     """Options of `sparse_allreduce`, for type checkers."""
 
     num_rows: int | None
@@ -32,15 +32,15 @@ class Summing(TypedDict, total=False):
 
 @overload
 def sparse_allreduce(
-    group: Group, indices: Any, values: Numbers, **options: Unpack[Summing]
+    group: Group, indices: Any, values: Numbers, **options: Unpack[SparseOptions]
 ) -> tuple[Array, Array]: ...
 @overload
 def sparse_allreduce(
-    group: Group, indices: Any, values: Detachable[A], **options: Unpack[Summing]
+    group: Group, indices: Any, values: Detachable[A], **options: Unpack[SparseOptions]
 ) -> tuple[Array, A]: ...
 @overload
 def sparse_allreduce(
-    group: Group, indices: Any, values: A, **options: Unpack[Summing]
+    group: Group, indices: Any, values: A, **options: Unpack[SparseOptions]
 ) -> tuple[Array, A]: ...
 def sparse_allreduce(
     group: Group,
@@ -78,21 +78,23 @@ def sparse_allreduce(
 
     Cost: the rows of all ranks on each rank, or 2 (P - 1)/P bytes of the large array.
     """
-    with enter(group, "sparse_allreduce", timeout) as call:  # step 2 of docs/how-a-call-goes.md
-        loan = host_arrays.borrow(values, operation=call.operation)  # step 3
+    with begin_call(
+        group, "sparse_allreduce", timeout
+    ) as call:  # step 2 of docs/how-a-call-goes.md
+        loan = host_arrays.host_view(values, operation=call.operation)  # step 3
         rows = loan.host
-        where = host_arrays.borrow(indices, operation=call.operation).host
+        where = host_arrays.host_view(indices, operation=call.operation).host
         _check(where, rows, op, num_rows, algorithm)
         call.describe(op=op.value, dtype=rows.dtype, row=rows.shape[1:], num_rows=num_rows)
         call.add(algorithm=algorithm)
-        total = int(call.tell(len(where)).sum())  # step 6, of the comparison
+        total = int(call.exchange_integers(len(where)).sum())  # step 6, of the comparison
     where = where.astype(np.int64)
     if num_rows is not None and _is_dense(algorithm, total, num_rows, rows):
         found, summed = _dense(group, where, rows, num_rows, op, timeout)
     else:
-        found, summed = _joined(group, where, rows, op, timeout)
-    with reduction.quiet():
-        return found, loan.give_back(summed.astype(rows.dtype, copy=False))
+        found, summed = _allgather_rows(group, where, rows, op, timeout)
+    with reduction.ignore_float_errors():
+        return found, loan.restore(summed.astype(rows.dtype, copy=False))
 
 
 def _check(where: Array, rows: Array, op: Op, num_rows: int | None, algorithm: str) -> None:
@@ -141,7 +143,7 @@ def _dense(
     named = np.zeros(num_rows, bool)
     named[where] = True
     large = np.zeros((num_rows, *rows.shape[1:]), reduction.work_dtype(rows.dtype))
-    with reduction.quiet():
+    with reduction.ignore_float_errors():
         np.add.at(large, where, rows)
     named = allreduce(group, named, op=reduction.MAX, timeout=timeout)
     large = allreduce(group, large, op=op, out=large, timeout=timeout)
@@ -149,7 +151,7 @@ def _dense(
     return found, large[found]
 
 
-def _joined(
+def _allgather_rows(
     group: Group, where: Array, rows: Array, op: Op, timeout: float | None
 ) -> tuple[Array, Array]:
     """Join the rows of all ranks, and add up those of one index."""
@@ -157,7 +159,7 @@ def _joined(
     all_rows = allgather(group, np.ascontiguousarray(rows), timeout=timeout)
     found, place = np.unique(all_indices, return_inverse=True)
     summed = np.zeros((len(found), *rows.shape[1:]), reduction.work_dtype(rows.dtype))
-    with reduction.quiet():
+    with reduction.ignore_float_errors():
         np.add.at(summed, place, all_rows)  # in the order of the ranks
         device.canonical_nans(summed)
         if op is MEAN:

@@ -9,15 +9,15 @@ from typing import TypeVar
 
 import numpy as np
 
+from collectives.calls.call import begin_call
+from collectives.calls.group import Group
+from collectives.calls.group_registry import KEYS_PER_EXCHANGE
 from collectives.core.errors import LaunchError, MismatchError
 from collectives.operations.broadcast import barrier
-from collectives.calls.call import enter
-from collectives.calls.group_registry import KEYS_PER_EXCHANGE
-from collectives.calls.group import Group
 from collectives.operations.gather_scatter import allgather
 from collectives.transport.transport import Deadline
 
-__all__ = ["background", "check_threads", "duplicate", "group", "split"]
+__all__ = ["background_group", "check_threads", "dup", "create_group", "split"]
 
 G = TypeVar("G", bound=Group)
 
@@ -39,7 +39,7 @@ def split(group: G, color: int | None, key: int = 0) -> G | None:
         TypeError: color or key is not an integer; MismatchError on the other ranks.
         ValueError: color or key is out of range; MismatchError on the other ranks.
     """
-    with enter(group, "split") as call:
+    with begin_call(group, "split") as call:
         wish = (-1 if color is None else operator.index(color), operator.index(key))
         if color is not None and color < 0:
             raise ValueError(f"split: color is negative, expected None or >= 0, got {color}")
@@ -57,20 +57,20 @@ def split(group: G, color: int | None, key: int = 0) -> G | None:
     # MPI takes numbers of 32 bits: the group goes by its first rank, and its ranks by their place.
     transport = group.transport
     part = transport.split(None if color is None else members[0], members.index(group.rank))
-    group.splits_made += 1
+    group.child_count += 1
     if part is None:
         return None
     world = transport.world
     if world is not None or members != list(range(group.size)):
         part.world = [r if world is None else world[r] for r in members]
     leaders = [group.leaders[r] for r in members]
-    name = f"{group.recorder.name}.{group.splits_made}"
+    name = f"{group.recorder.name}.{group.child_count}"
     made = type(group)(part, leaders, group.settings, name)
     made.register(group.registry, name)
     return made
 
 
-def group(whole: G, ranks: Sequence[int], *, tag: int | None = None) -> G | None:
+def create_group(whole: G, ranks: Sequence[int], *, tag: int | None = None) -> G | None:
     """Make a communicator of some ranks, numbered in the order given.
 
     *Collective*: all ranks of this communicator, also those that are not listed; with a `tag` only
@@ -91,16 +91,16 @@ def group(whole: G, ranks: Sequence[int], *, tag: int | None = None) -> G | None
         CollectiveTimeout: some rank did not come in time.
     """
     if tag is not None:
-        return _of_members(whole, ranks, operator.index(tag))
-    with enter(whole, "group") as call:
-        listed = _listed(whole, ranks)
+        return _create_tagged_group(whole, ranks, operator.index(tag))
+    with begin_call(whole, "group") as call:
+        listed = _checked_ranks(whole, ranks)
         call.describe(ranks=tuple(listed))
         call.agree()
     member = whole.rank in listed
     return split(whole, 0 if member else None, listed.index(whole.rank) if member else 0)
 
 
-def _listed(whole: Group, ranks: Sequence[int]) -> list[int]:
+def _checked_ranks(whole: Group, ranks: Sequence[int]) -> list[int]:
     """Return the ranks that shall be a group."""
     listed = [operator.index(r) for r in ranks]
     if len(set(listed)) != len(listed) or not set(listed) <= set(range(whole.size)):
@@ -110,10 +110,10 @@ def _listed(whole: Group, ranks: Sequence[int]) -> list[int]:
     return listed
 
 
-def _of_members(whole: G, ranks: Sequence[int], tag: int) -> G:
+def _create_tagged_group(whole: G, ranks: Sequence[int], tag: int) -> G:
     """Make a group that the other ranks know nothing of."""
     whole.check_usable("group")
-    listed = _listed(whole, ranks)
+    listed = _checked_ranks(whole, ranks)
     if whole.rank not in listed:
         raise ValueError(
             f"group: with a tag only the ranks that are listed call this, got {listed} "
@@ -144,7 +144,7 @@ def _meet(whole: Group, listed: list[int], tag: int, deadline: Deadline) -> int:
     Returns:
         The number of this group among those with a tag whose first member is the same.
     """
-    lane = whole.transport.lane(tag)
+    lane = whole.transport.channel(tag)
     first, *others = listed
     own = zlib.crc32(repr(listed).encode())
     rows = np.zeros((len(listed), 1 + KEYS_PER_EXCHANGE), np.int64)
@@ -173,13 +173,13 @@ def _meet(whole: Group, listed: list[int], tag: int, deadline: Deadline) -> int:
     return int(answer[1])
 
 
-def background(group: G) -> G:
+def background_group(group: G) -> G:
     """Make the private group of the asynchronous operations; *collective*.
 
     Raises:
         LaunchError: it would send messages from a thread, and MPI does not allow that.
     """
-    private = duplicate(group)
+    private = dup(group)
     barrier(private)  # the ranks meet, which takes messages, before another thread takes over
     try:
         check_threads(private, "asynchronous operation")
@@ -195,11 +195,11 @@ def check_threads(group: Group, operation: str) -> None:
     Raises:
         LaunchError: they would.
     """
-    if group.sends_messages:
+    if group.uses_messages:
         group.transport.check_threads(operation)
 
 
-def duplicate(group: G) -> G:
+def dup(group: G) -> G:
     """Make a group of the same ranks; *collective*."""
     duplicate = split(group, 0, group.rank)
     assert duplicate is not None

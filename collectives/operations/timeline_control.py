@@ -24,12 +24,12 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives.tracing import timeline
 from collectives.algorithms import halving_doubling
-from collectives.calls.call import enter
-from collectives.calls.group import Group, watch_all
-from collectives.transport.transport import Deadline, Transport
+from collectives.calls.call import begin_call
+from collectives.calls.group import Group, attach_listeners_to_all
 from collectives.core.version import __version__
+from collectives.tracing import timeline
+from collectives.transport.transport import Deadline, Transport
 
 __all__ = ["Comparison", "compare_clocks", "start", "stop"]
 
@@ -112,7 +112,7 @@ def start(group: Group, directory: str) -> None:
         ValueError: there is a timeline already.
         OSError: a file cannot be written; MismatchError on the other ranks.
     """
-    with enter(group, "start_timeline") as call, contextlib.ExitStack() as unless_agreed:
+    with begin_call(group, "start_timeline") as call, contextlib.ExitStack() as unless_agreed:
         if timeline.running is not None:
             raise ValueError(
                 f"start_timeline: there is one already, stop it first ({timeline.running.path})"
@@ -127,15 +127,15 @@ def start(group: Group, directory: str) -> None:
         call.agree()
         clock = compare_clocks(group.transport, group.leaders, call.deadline)
         unless_agreed.pop_all()
-    own.note("process_labels", {"labels": f"{socket.gethostname()}, node {group.node_rank}"})
+    own.instant("process_labels", {"labels": f"{socket.gethostname()}, node {group.node_rank}"})
     facts = {
         "rank": rank, "ranks": world, "node": group.node_rank, "job": clock.job,
         "host": socket.gethostname(), "process": os.getpid(), "version": __version__,
         "date": time.strftime("%Y-%m-%dT%H:%M:%SZ", time.gmtime()),
     }  # fmt: skip
-    own.note("unisono", facts)
+    own.instant("unisono", facts)
     _note_clock(own, clock)
-    watch_all()
+    attach_listeners_to_all()
 
 
 def stop(group: Group) -> None:
@@ -149,18 +149,18 @@ def stop(group: Group) -> None:
         return
     try:
         if group.unusable is None:
-            with enter(group, "stop_timeline") as call:
+            with begin_call(group, "stop_timeline") as call:
                 call.describe()
                 call.agree()
                 clock = compare_clocks(group.transport, group.leaders, call.deadline)
             _note_clock(own, clock)
     finally:
         timeline.stop()
-        watch_all()
+        attach_listeners_to_all()
 
 
 def _note_clock(own: timeline.Timeline, clock: Comparison) -> None:
-    own.note("unisono_clock", {"at": clock.at, "offset": clock.offset, "error": clock.error})
+    own.instant("unisono_clock", {"at": clock.at, "offset": clock.offset, "error": clock.error})
 
 
 # Programs that end without `stop` or `shutdown`.

@@ -24,32 +24,32 @@ import numpy as np
 
 from collectives.arrays import host_arrays
 from collectives.arrays.host_arrays import Array
-from collectives.core.errors import CollectiveError, CollectiveTimeout
-from collectives.transport import header
 from collectives.calls.group import Group
+from collectives.calls.requests import RequestState
+from collectives.core.errors import CollectiveError, CollectiveTimeout
+from collectives.p2p.progress_engine import ProgressEngine
+from collectives.p2p.transfers import ReceiveOperation, SendOperation
+from collectives.transport import header
 from collectives.transport.header import ARRAY, Envelope
-from collectives.p2p.progress_engine import Lane
-from collectives.calls.requests import Job
-from collectives.p2p.transfers import Receiving, Sending
 from collectives.transport.transport import Deadline
 
-__all__ = ["AHEAD_BYTES", "PointToPoint"]
+__all__ = ["SEND_BUFFER_BYTES", "P2PEndpoint"]
 
 # A rank may be so many bytes ahead of one that does not receive, and one array of any size; then
 # `send` waits. Enough for the parts in flight of a pipeline, little enough for a laptop.
-AHEAD_BYTES = 1 << 28
+SEND_BUFFER_BYTES = 1 << 28
 
 # Heads have 64 bits for it.
 _LARGEST_TAG = (1 << 63) - 1
 
 
-class PointToPoint:
+class P2PEndpoint:
     """What the `send` and `recv` of one group share."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
         self._ranks = group.transport
-        self._lane = Lane(group)
+        self._lane = ProgressEngine(group)
         self._matching = self._lane.matching
 
     @contextmanager
@@ -103,7 +103,7 @@ class PointToPoint:
     ) -> None:
         """Send a copy of an array, once the other rank is not too far behind."""
         while behind := [s for s in self._matching.sent if s.dest == dest and s.copy is not None]:
-            if sum(sending.copied for sending in behind) <= AHEAD_BYTES:
+            if sum(sending.copied for sending in behind) <= SEND_BUFFER_BYTES:
                 break
             self._lane.finish(behind[0], deadline)
         short = header.is_short(array, operation=deadline.operation)
@@ -111,18 +111,18 @@ class PointToPoint:
         if not short:
             copy = self._matching.memory(flat.size)
             copy[...] = flat
-        sending = Sending(deadline, self._ranks, self._lane.move, dest, copy)
+        sending = SendOperation(deadline, self._ranks, self._lane.move, dest, copy)
         self._lane.start(sending, header.write(array, flat, tag, kind), copy)
 
-    def isend(self, array: Array, dest: int, tag: int, deadline: Deadline) -> Job:
+    def isend(self, array: Array, dest: int, tag: int, deadline: Deadline) -> RequestState:
         """Start sending an array, which must not change until that is over."""
         short = header.is_short(array, operation=deadline.operation)
         flat = host_arrays.raw_bytes(np.ascontiguousarray(array))
-        sending = Sending(deadline, self._ranks, self._lane.move, dest)
+        sending = SendOperation(deadline, self._ranks, self._lane.move, dest)
         job = self._lane.job_of(sending)
         payload = None if short else flat
         self._lane.start(sending, header.write(array, flat, tag, ARRAY), payload)
-        self._lane.attend_to(sending)
+        self._lane.hand_to_thread(sending)
         return job
 
     def recv(
@@ -135,7 +135,7 @@ class PointToPoint:
     ) -> Any:
         """Receive an array, or the pickle of an object."""
         receiving = self._receiving(deadline, source, tag, kind, out)
-        self._matching.want(self._lane.transport(), receiving)
+        self._matching.post_receive(self._lane.transport(), receiving)
         return self._lane.finish(receiving, deadline)
 
     def irecv(
@@ -145,12 +145,12 @@ class PointToPoint:
         deadline: Deadline,
         out: Any,
         ordered: Callable[[], None],
-    ) -> Job:
+    ) -> RequestState:
         """Want an array; `ordered` is called before a device is written to."""
         receiving = self._receiving(deadline, source, tag, ARRAY, out, ordered)
         job = self._lane.job_of(receiving)
-        self._matching.want(self._lane.transport(), receiving)
-        self._lane.attend_to(receiving)
+        self._matching.post_receive(self._lane.transport(), receiving)
+        self._lane.hand_to_thread(receiving)
         return job
 
     def probe(self, source: int | None, tag: int | None, deadline: Deadline) -> Envelope:
@@ -164,7 +164,7 @@ class PointToPoint:
             raise
         return probe.found[0]
 
-    def _look(self, receiving: Receiving) -> Envelope | None:
+    def _look(self, receiving: ReceiveOperation) -> Envelope | None:
         """Return what is known of the oldest array that a receive would take."""
         self._lane.move()
         return self._matching.find(receiving)
@@ -177,8 +177,10 @@ class PointToPoint:
         kind: str,
         out: Any = None,
         ordered: Callable[[], None] = lambda: None,
-    ) -> Receiving:
-        return Receiving(deadline, self._ranks, self._lane.move, source, tag, kind, out, ordered)
+    ) -> ReceiveOperation:
+        return ReceiveOperation(
+            deadline, self._ranks, self._lane.move, source, tag, kind, out, ordered
+        )
 
     def _check_sent(self, operation: str) -> None:
         """Raise `CollectiveTimeout` if something sent before was not received in its time."""
@@ -198,8 +200,8 @@ class PointToPoint:
 class _Probe(NamedTuple):
     """An array that somebody waits for without receiving it."""
 
-    receiving: Receiving  # which it would be
-    look: Callable[[Receiving], Envelope | None]
+    receiving: ReceiveOperation  # which it would be
+    look: Callable[[ReceiveOperation], Envelope | None]
     found: list[Envelope]
 
     def done(self) -> bool:

@@ -17,9 +17,9 @@ from collections.abc import Sequence
 import numpy as np
 
 from collectives.arrays.host_arrays import Array
+from collectives.p2p.transfers import ReceiveOperation, SendOperation, Transfer, UnexpectedMessage
 from collectives.transport import header
 from collectives.transport.header import Envelope
-from collectives.p2p.transfers import Arrival, Receiving, Sending, Transfer
 from collectives.transport.transport import Transport
 
 __all__ = ["Matching"]
@@ -44,16 +44,20 @@ class Matching:
         self.torn = False
         self._change = _Change(self)
         self._ranks = ranks
-        self._sent: list[Sending] = []  # not known to have arrived
-        self._wanted: list[Receiving] = []  # in the order of the calls; nothing has come for them
-        self._coming: list[Receiving] = []  # whose elements are under way
-        self._arrived: list[Arrival] = []  # that nobody wants yet, in order
-        self._behind: dict[int, deque[Arrival]] = defaultdict(deque)  # elements not yet taken
+        self._sent: list[SendOperation] = []  # not known to have arrived
+        self._wanted: list[
+            ReceiveOperation
+        ] = []  # in the order of the calls; nothing has come for them
+        self._coming: list[ReceiveOperation] = []  # whose elements are under way
+        self._arrived: list[UnexpectedMessage] = []  # that nobody wants yet, in order
+        self._behind: dict[int, deque[UnexpectedMessage]] = defaultdict(
+            deque
+        )  # elements not yet taken
         self._over: list[Transfer] = []  # to be handed over
         self._spare: list[Array] = []
 
     @property
-    def sent(self) -> list[Sending]:
+    def sent(self) -> list[SendOperation]:
         """What this rank has sent that is not known to have arrived."""
         return list(self._sent)
 
@@ -63,10 +67,12 @@ class Matching:
         under_way: list[Transfer] = [*self._coming, *self._wanted, *self._sent]
         return [transfer for transfer in under_way if transfer.job is not None]
 
-    def start(self, lane: Transport, sending: Sending, head: Array, payload: Array | None) -> bool:
+    def start(
+        self, lane: Transport, sending: SendOperation, head: Array, payload: Array | None
+    ) -> bool:
         """Send a head and what follows it, no other thread's between; tell whether it has gone."""
         with self._change:
-            sending.messages.append(lane.post(head, sending.dest))
+            sending.messages.append(lane.send_nowait(head, sending.dest))
             if payload is not None:
                 sending.messages.append(lane.start_send(payload, sending.dest))
             # Most short ones have gone by now, and need no other look.
@@ -75,13 +81,13 @@ class Matching:
                 self._sent.append(sending)
         return gone
 
-    def want(self, lane: Transport, receiving: Receiving) -> None:
+    def post_receive(self, lane: Transport, receiving: ReceiveOperation) -> None:
         """Take the oldest array that fits, or wait for one."""
         with self._change:
             for arrival in self._arrived:
-                if receiving.wants(arrival):
+                if receiving.matches(arrival):
                     self._arrived.remove(arrival)
-                    self._bring(lane, arrival, receiving)
+                    self._start_transfer(lane, arrival, receiving)
                     break
             else:
                 self._wanted.append(receiving)
@@ -89,9 +95,9 @@ class Matching:
     def advance(self, lane: Transport) -> list[Transfer]:
         """Take the heads that have come, poll what is under way, and return what is over."""
         with self._change:
-            while (found := lane.collect()) is not None:
+            while (found := lane.poll_mailbox()) is not None:
                 source, data = found
-                self._match(lane, Arrival(header.read(data, source, self._ranks)), source)
+                self._match(lane, UnexpectedMessage(header.read(data, source, self._ranks)), source)
             if self._coming:
                 come = [receiving for receiving in self._coming if receiving.has_come()]
                 self._coming = [receiving for receiving in self._coming if receiving not in come]
@@ -105,25 +111,27 @@ class Matching:
             over, self._over = self._over, []
         return over
 
-    def put_back(self, over: Sequence[Transfer]) -> None:
+    def requeue(self, over: Sequence[Transfer]) -> None:
         """Return again, by the next `advance`, what was not delivered."""
         with self.lock:
             self._over = [*over, *self._over]
 
-    def _match(self, lane: Transport, arrival: Arrival, source: int) -> None:
+    def _match(self, lane: Transport, arrival: UnexpectedMessage, source: int) -> None:
         """Give an array that has come to the oldest receive that wants it, or keep it."""
         if arrival.memory is None:
             self._behind[source].append(arrival)
         for receiving in self._wanted:
-            if receiving.wants(arrival):
+            if receiving.matches(arrival):
                 self._wanted.remove(receiving)
-                self._bring(lane, arrival, receiving)
+                self._start_transfer(lane, arrival, receiving)
                 return
         self._arrived.append(arrival)
 
-    def _bring(self, lane: Transport, arrival: Arrival, receiving: Receiving) -> None:
+    def _start_transfer(
+        self, lane: Transport, arrival: UnexpectedMessage, receiving: ReceiveOperation
+    ) -> None:
         """Let an array go where it is wanted."""
-        memory = receiving.accept(arrival)
+        memory = receiving.start(arrival)
         if arrival.memory is None:
             source = arrival.head.envelope.source
             behind = self._behind[source]
@@ -133,10 +141,10 @@ class Matching:
                 first.message = lane.start_receive(first.memory, source)
         self._coming.append(receiving)
 
-    def find(self, receiving: Receiving) -> Envelope | None:
+    def find(self, receiving: ReceiveOperation) -> Envelope | None:
         """Return what is known of the oldest array that a receive would take."""
         with self.lock:
-            fitting = (arrival for arrival in self._arrived if receiving.wants(arrival))
+            fitting = (arrival for arrival in self._arrived if receiving.matches(arrival))
             return next((arrival.head.envelope for arrival in fitting), None)
 
     def memory(self, nbytes: int) -> Array:

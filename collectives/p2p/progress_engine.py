@@ -22,16 +22,16 @@ from functools import partial
 from typing import Any, NamedTuple
 
 from collectives.arrays.host_arrays import Array
-from collectives.core.errors import CollectiveError, CollectiveTimeout, LaunchError, PeerFailure
-from collectives.tracing import recorder
-from collectives.p2p.progress_thread import Attendant
 from collectives.calls.group import Group
+from collectives.calls.requests import RequestState, warn_unwaited
+from collectives.core.errors import CollectiveError, CollectiveTimeout, LaunchError, PeerFailure
 from collectives.p2p.matching import Matching
-from collectives.calls.requests import Job, warn_of
-from collectives.p2p.transfers import Sending, Transfer
+from collectives.p2p.progress_thread import ProgressThread
+from collectives.p2p.transfers import SendOperation, Transfer
+from collectives.tracing import recorder
 from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["Lane"]
+__all__ = ["ProgressEngine"]
 
 log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ log = logging.getLogger(__name__)
 _DRAIN = 5.0
 
 
-class Lane:
+class ProgressEngine:
     """Moves the messages of one group.
 
     Attributes:
@@ -52,7 +52,7 @@ class Lane:
         self.matching = Matching(group.transport)
         self._group = group
         self._ranks = group.transport
-        self._attendant = Attendant(self._requests, self._advance, self._look_after)
+        self._attendant = ProgressThread(self._requests, self._advance, self._poll)
         self._transport: Transport | None = None
         self._handed_over = 0  # so many transfers so far
         self._closed = False
@@ -61,13 +61,13 @@ class Lane:
         """Return what its messages go by, which the first one opens."""
         if self._transport is None:
             with self.matching.lock:
-                self._transport = self._transport or self._ranks.lane()
+                self._transport = self._transport or self._ranks.channel()
         return self._transport
 
-    def start(self, sending: Sending, head: Array, payload: Array | None) -> None:
+    def start(self, sending: SendOperation, head: Array, payload: Array | None) -> None:
         """Send a head and what follows it; no other thread's come between."""
         if self.matching.start(self.transport(), sending, head, payload):
-            sending.deliver()
+            sending.complete()
 
     def move(self) -> None:
         """Move all messages, and hand over what has come."""
@@ -78,9 +78,9 @@ class Lane:
         self._handed_over += len(over)
         try:
             for transfer in over:
-                transfer.deliver()
+                transfer.complete()
         except BaseException:  # of a signal handler: the others are delivered when this moves again
-            self.matching.put_back([transfer for transfer in over if not transfer.over])
+            self.matching.requeue([transfer for transfer in over if not transfer.over])
             raise
 
     def finish(self, transfer: Transfer, deadline: Deadline) -> Any:
@@ -95,12 +95,12 @@ class Lane:
             raise transfer.error
         return transfer.result
 
-    def job_of(self, transfer: Transfer) -> Job:
+    def job_of(self, transfer: Transfer) -> RequestState:
         """Let a transfer be one that a request waits for."""
-        transfer.job = Job(transfer.deadline.operation, partial(self._drive, transfer))
+        transfer.job = RequestState(transfer.deadline.operation, partial(self._run, transfer))
         return transfer.job
 
-    def attend_to(self, transfer: Transfer) -> None:
+    def hand_to_thread(self, transfer: Transfer) -> None:
         """Let the thread move a request, too, where MPI allows that."""
         if transfer.over:
             return
@@ -115,7 +115,7 @@ class Lane:
     def give_up(self, operation: str, error: BaseException) -> None:
         """Refuse later calls of the group, and end what is under way."""
         if self._group.unusable is None:
-            self._group.failed(operation, error)
+            self._group.mark_failed(operation, error)
         self._drop(PeerFailure if isinstance(error, PeerFailure) else CollectiveError)
 
     def close(self) -> None:
@@ -140,7 +140,7 @@ class Lane:
         self._closed = True
         left = [transfer for transfer in self.matching.drop() if transfer.job is not None]
         jobs = [transfer.job for transfer in left if transfer.job is not None]
-        warn_of(jobs)
+        warn_unwaited(jobs)
         for transfer in left:
             operation = transfer.deadline.operation
             transfer.fail(
@@ -148,7 +148,7 @@ class Lane:
             )
         self._attendant.end()
 
-    def _drive(self, transfer: Transfer, timeout: float | None) -> None:
+    def _run(self, transfer: Transfer, timeout: float | None) -> None:
         """Move messages until a request is over, or for so many seconds; what fails is its end."""
         deadline = transfer.deadline
         try:
@@ -170,16 +170,16 @@ class Lane:
 
     def _advance(self, request: Transfer) -> int:
         """Move messages as for a request, and return how many transfers have ended so far."""
-        self._drive(request, 0)
+        self._run(request, 0)
         return self._handed_over
 
-    def _look_after(self, transfer: Transfer, look: bool) -> None:
+    def _poll(self, transfer: Transfer, look: bool) -> None:
         """End a request whose time is over, or for which another rank does not live any more."""
         lane, deadline = self.transport(), transfer.deadline
         try:
-            deadline.check(self._ranks, [transfer], lane.culprit)
+            deadline.check(self._ranks, [transfer], lane.blocking_rank)
             if look:
-                lane.look_around(deadline.operation, transfer.peers)
+                lane.check_peers(deadline.operation, transfer.peers)
         except CollectiveError as error:
             self._fail(transfer, error)
 
@@ -220,7 +220,7 @@ class _Until(NamedTuple):
 
 
 # Those whose threads were started.
-_started: weakref.WeakSet[Lane] = weakref.WeakSet()
+_started: weakref.WeakSet[ProgressEngine] = weakref.WeakSet()
 
 
 @atexit.register

@@ -6,10 +6,10 @@ import threading
 from collections.abc import Callable, Sequence
 
 from collectives.p2p.transfers import Transfer
+from collectives.transport.backoff import Backoff
 from collectives.transport.transport import this_thread
-from collectives.transport.backoff import Wait
 
-__all__ = ["Attendant"]
+__all__ = ["ProgressThread"]
 
 # Seconds that the thread sleeps between two looks, at first; 2 % of a core.
 _NAP = 0.0005
@@ -18,7 +18,7 @@ _NAP = 0.0005
 _STOP = 1.0
 
 
-class Attendant:
+class ProgressThread:
     """The thread, which starts when it is first needed.
 
     Args:
@@ -73,11 +73,11 @@ class Attendant:
 
     def _attend(self) -> None:
         """Move messages until no request is open."""
-        wait, ended = Wait(_NAP), -1
+        wait, ended = Backoff(_NAP), -1
         while not self._stop.is_set() and (requests := self._requests()):
             now = self._move(requests[0])
             if now != ended:
-                wait, ended = Wait(_NAP), now
+                wait, ended = Backoff(_NAP), now
             look = wait.pause()
             for transfer in requests:
                 if not transfer.over:

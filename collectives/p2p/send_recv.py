@@ -10,12 +10,12 @@ from typing import Any, overload
 
 from collectives.arrays import host_arrays, streams
 from collectives.arrays.host_arrays import Array
-from collectives.operations import objects
 from collectives.calls.group import Group
-from collectives.transport.header import OBJECT, Envelope
-from collectives.p2p.endpoint import PointToPoint
-from collectives.calls.requests import Request
 from collectives.calls.overloads import A
+from collectives.calls.requests import Request
+from collectives.operations import objects
+from collectives.p2p.endpoint import P2PEndpoint
+from collectives.transport.header import OBJECT, Envelope
 
 __all__ = [
     "irecv",
@@ -58,9 +58,9 @@ def send(group: Group, x: Any, dest: int, *, tag: int = 0, timeout: float | None
         ...     comm.send([1.0, 2.0], 0)
         >>> parts = [comm.recv(source) for source in range(1, comm.size) if comm.rank == 0]
     """
-    direct = group.kept(PointToPoint)
+    direct = group.state_of(P2PEndpoint)
     with direct.enter("send", timeout, tag, dest=dest) as deadline:
-        direct.send(host_arrays.borrow(x, operation="send").host, dest, tag, deadline)
+        direct.send(host_arrays.host_view(x, operation="send").host, dest, tag, deadline)
 
 
 def isend(
@@ -85,9 +85,11 @@ def isend(
         True
         >>> results = [request.wait() for request in requests]
     """
-    direct = group.kept(PointToPoint)
+    direct = group.state_of(P2PEndpoint)
     with direct.enter("isend", timeout, tag, dest=dest) as deadline:
-        return Request(direct.isend(host_arrays.borrow(x, operation="isend").host, dest, tag, deadline))
+        return Request(
+            direct.isend(host_arrays.host_view(x, operation="isend").host, dest, tag, deadline)
+        )
 
 
 @overload
@@ -137,7 +139,7 @@ def recv(
     Cost: the bytes go to `out` without a copy, unless they came in the head, or in another order
         than this rank asks for them.
     """
-    direct = group.kept(PointToPoint)
+    direct = group.state_of(P2PEndpoint)
     with direct.enter("recv", timeout, tag, source=source) as deadline:
         return direct.recv(source, tag, deadline, out)
 
@@ -187,9 +189,9 @@ def irecv(
         >>> if comm.rank > 0:
         ...     comm.send(comm.rank, 0)
     """
-    direct = group.kept(PointToPoint)
+    direct = group.state_of(P2PEndpoint)
     with direct.enter("irecv", timeout, tag, source=source) as deadline:
-        ordered = streams.order((out,))
+        ordered = streams.capture_streams((out,))
         return Request(direct.irecv(source, tag, deadline, out, ordered))
 
 
@@ -237,9 +239,9 @@ def sendrecv(
         >>> if comm.size > 1:
         ...     assert comm.sendrecv(comm.rank, right, left) == left
     """
-    direct = group.kept(PointToPoint)
+    direct = group.state_of(P2PEndpoint)
     with direct.enter("sendrecv", timeout, tag, dest=dest, source=source) as deadline:
-        direct.send(host_arrays.borrow(x, operation="sendrecv").host, dest, tag, deadline)
+        direct.send(host_arrays.host_view(x, operation="sendrecv").host, dest, tag, deadline)
         return direct.recv(source, tag, deadline, out)
 
 
@@ -275,7 +277,7 @@ def probe(
         ...     source, tag, shape, dtype = comm.probe(tag=None)
         ...     x = comm.recv(source, tag=tag)
     """
-    direct = group.kept(PointToPoint)
+    direct = group.state_of(P2PEndpoint)
     with direct.enter("probe", timeout, tag, source=source) as deadline:
         return direct.probe(source, tag, deadline)
 
@@ -287,7 +289,7 @@ def send_object(
 
     Arguments, errors and order as `send`; see `broadcast_object` about pickle.
     """
-    direct = group.kept(PointToPoint)
+    direct = group.state_of(P2PEndpoint)
     with direct.enter("send_object", timeout, tag, dest=dest) as deadline:
         direct.send(objects.pickled(obj), dest, tag, deadline, OBJECT)
 
@@ -316,7 +318,7 @@ def recv_object(
         >>> options["seed"]
         7
     """
-    direct = group.kept(PointToPoint)
+    direct = group.state_of(P2PEndpoint)
     with direct.enter("recv_object", timeout, tag, source=source) as deadline:
         data = direct.recv(source, tag, deadline, kind=OBJECT)
     return objects.unpickled(data)

@@ -10,15 +10,15 @@ import numpy as np
 
 from collectives.arrays import host_arrays
 from collectives.arrays.host_arrays import Array
-from collectives.transport.header import Envelope, Head
-from collectives.calls.requests import Job
-from collectives.transport.transport import Deadline, Message
-from collectives.transport.backoff import Ranks
+from collectives.calls.requests import RequestState
+from collectives.transport.backoff import RankSet
+from collectives.transport.header import Envelope, Header
+from collectives.transport.transport import Deadline, PendingMessage
 
-__all__ = ["Arrival", "Receiving", "Sending", "Transfer"]
+__all__ = ["UnexpectedMessage", "ReceiveOperation", "SendOperation", "Transfer"]
 
 
-class Arrival:
+class UnexpectedMessage:
     """An array whose head has come.
 
     Attributes:
@@ -29,10 +29,10 @@ class Arrival:
 
     __slots__ = ("head", "memory", "message")
 
-    def __init__(self, head: Head) -> None:
+    def __init__(self, head: Header) -> None:
         self.head = head
         self.memory = head.elements
-        self.message: Message | None = None
+        self.message: PendingMessage | None = None
 
 
 class Transfer(ABC):
@@ -50,13 +50,13 @@ class Transfer(ABC):
         job: what a request knows of it; None for a blocking call, and in the end.
     """
 
-    def __init__(self, deadline: Deadline, ranks: Ranks, move: Callable[[], None]) -> None:
+    def __init__(self, deadline: Deadline, ranks: RankSet, move: Callable[[], None]) -> None:
         self.deadline = deadline
         self.ranks = ranks
         self.over = False
         self.result: Any = None
         self.error: BaseException | None = None
-        self.job: Job | None = None
+        self.job: RequestState | None = None
         self._move = move
 
     def done(self) -> bool:
@@ -66,7 +66,7 @@ class Transfer(ABC):
         return self.over
 
     @abstractmethod
-    def deliver(self) -> None:
+    def complete(self) -> None:
         """Hand over what has come of it."""
 
     def succeed(self, result: Any) -> None:
@@ -94,7 +94,7 @@ class Transfer(ABC):
         """The ranks that this waits for."""
 
 
-class Sending(Transfer):
+class SendOperation(Transfer):
     """An array that this rank sends.
 
     Args:
@@ -108,7 +108,7 @@ class Sending(Transfer):
     def __init__(
         self,
         deadline: Deadline,
-        ranks: Ranks,
+        ranks: RankSet,
         move: Callable[[], None],
         dest: int,
         copy: Array | None = None,
@@ -116,7 +116,7 @@ class Sending(Transfer):
         super().__init__(deadline, ranks, move)
         self.dest = dest
         self.copy = copy
-        self.messages: list[Message] = []
+        self.messages: list[PendingMessage] = []
 
     @property
     def copied(self) -> int:
@@ -129,7 +129,7 @@ class Sending(Transfer):
             del self.messages[0]
         return not self.messages
 
-    def deliver(self) -> None:
+    def complete(self) -> None:
         """Tell that the array may change."""
         self.succeed(None)
 
@@ -144,7 +144,7 @@ class Sending(Transfer):
         return (self.dest,)
 
 
-class Receiving(Transfer):
+class ReceiveOperation(Transfer):
     """An array that this rank wants.
 
     Args:
@@ -158,7 +158,7 @@ class Receiving(Transfer):
     def __init__(
         self,
         deadline: Deadline,
-        ranks: Ranks,
+        ranks: RankSet,
         move: Callable[[], None],
         source: int | None,
         tag: int | None,
@@ -173,17 +173,17 @@ class Receiving(Transfer):
         self._kind = kind
         self._out = out
         self._ordered = ordered
-        self._arrival: Arrival | None = None
+        self._arrival: UnexpectedMessage | None = None
         self._wrong: Exception | None = None  # why it does not fit
         self._memory = self._flat = np.empty(0)
         self._give_back: Callable[[Array], Any] | None = None
 
-    def wants(self, arrival: Arrival) -> bool:
+    def matches(self, arrival: UnexpectedMessage) -> bool:
         """Tell whether this takes an array that has come."""
         envelope = arrival.head.envelope
         return self.source in (None, envelope.source) and self.tag in (None, envelope.tag)
 
-    def accept(self, arrival: Arrival) -> Array:
+    def start(self, arrival: UnexpectedMessage) -> Array:
         """Take an array, and return flat memory for its elements; any, if it does not fit."""
         envelope, kind, nbytes, _ = arrival.head
         self._arrival, self.envelope = arrival, envelope
@@ -206,7 +206,9 @@ class Receiving(Transfer):
         _, _, shape, dtype = envelope
         target = None
         if self._out is not None:
-            target, self._give_back = host_arrays.borrow_out(self._out, shape, dtype, operation=operation)
+            target, self._give_back = host_arrays.check_out(
+                self._out, shape, dtype, operation=operation
+            )
         self._memory = np.empty(shape, dtype) if target is None else target
         return host_arrays.flat_target(self._memory)
 
@@ -215,7 +217,7 @@ class Receiving(Transfer):
         assert self._arrival is not None
         return self._arrival.message is None or self._arrival.message.done()
 
-    def deliver(self) -> None:
+    def complete(self) -> None:
         """Put the elements where they belong, and hand over the result."""
         assert self._arrival is not None
         assert self._arrival.memory is not None
@@ -224,7 +226,7 @@ class Receiving(Transfer):
                 raise self._wrong
             if self._arrival.memory is not self._flat:
                 host_arrays.raw_bytes(self._flat)[...] = host_arrays.raw_bytes(self._arrival.memory)
-            result: Any = host_arrays.store(self._flat, self._memory)
+            result: Any = host_arrays.copy_to(self._flat, self._memory)
             if self._give_back is not None:
                 self._ordered()
                 result = self._give_back(result)

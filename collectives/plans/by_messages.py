@@ -16,12 +16,12 @@ from collectives.algorithms import compressed, selection
 from collectives.arrays import host_arrays, reduction
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import MEAN, Op
-from collectives.kernels.compression import Codec
 from collectives.calls import signature_check
 from collectives.calls.call import Call
+from collectives.kernels.compression import Codec
 
 __all__ = [
-    "Reduction",
+    "ReduceSpec",
     "allreduce",
     "allreduce_compared",
     "barrier",
@@ -31,7 +31,7 @@ __all__ = [
 ]
 
 
-class Reduction(NamedTuple):
+class ReduceSpec(NamedTuple):
     """How arrays are reduced.
 
     Attributes:
@@ -45,17 +45,17 @@ class Reduction(NamedTuple):
     codec: Codec | None = None
 
 
-def allreduce(call: Call, send: Array, out: Array, how: Reduction) -> None:
+def allreduce(call: Call, send: Array, out: Array, how: ReduceSpec) -> None:
     """Reduce `send` over all ranks into `out`, which may be `send`."""
     if how.codec is not None:
         call.agree()
-    elif (buffer := _carried(call, send, how)) is not None:
-        host_arrays.store(buffer, out)
+    elif (buffer := _reduce_eager(call, send, how)) is not None:
+        host_arrays.copy_to(buffer, out)
         return
     allreduce_compared(call, send, out, how)
 
 
-def allreduce_compared(call: Call, send: Array, out: Array, how: Reduction) -> None:
+def allreduce_compared(call: Call, send: Array, out: Array, how: ReduceSpec) -> None:
     """As `allreduce`, of what the ranks have agreed on, or of a slice of it."""
     group, levels = call.group, None
     op, algorithm, codec = how
@@ -77,29 +77,29 @@ def allreduce_compared(call: Call, send: Array, out: Array, how: Reduction) -> N
         buffer = _contribution(call, send, out, op)
         run = call.algorithm("allreduce", algorithm, send.nbytes, levels)
         run(buffer, op, call.deadline)
-    host_arrays.store(buffer, out)
+    host_arrays.copy_to(buffer, out)
 
 
-def reduce(call: Call, send: Array, out: Array | None, how: Reduction, root: int) -> None:
+def reduce(call: Call, send: Array, out: Array | None, how: ReduceSpec, root: int) -> None:
     """Reduce `send` over all ranks into the root's `out`, which is not used elsewhere."""
     out = out if call.group.rank == root else None
-    if (buffer := _carried(call, send, how)) is None:
+    if (buffer := _reduce_eager(call, send, how)) is None:
         buffer = _contribution(call, send, out, how.op)
         run = call.algorithm("reduce", how.algorithm, send.nbytes)
         run(buffer, how.op, root, call.deadline)
     if out is not None:
-        host_arrays.store(buffer, out)
+        host_arrays.copy_to(buffer, out)
 
 
 def reduce_scatter(
-    call: Call, send: Array, out: Array, how: Reduction, bounds: Sequence[int]
+    call: Call, send: Array, out: Array, how: ReduceSpec, bounds: Sequence[int]
 ) -> None:
     """Reduce `send` over all ranks, of which this one takes chunk `rank` into `out`."""
-    if (buffer := _carried(call, send, how)) is None:
+    if (buffer := _reduce_eager(call, send, how)) is None:
         buffer = _contribution(call, send, None, how.op)
         run = call.algorithm("reduce_scatter", how.algorithm, send.nbytes)
         run(buffer, bounds, how.op, call.deadline)
-    host_arrays.store(buffer[bounds[call.group.rank] : bounds[call.group.rank + 1]], out)
+    host_arrays.copy_to(buffer[bounds[call.group.rank] : bounds[call.group.rank + 1]], out)
 
 
 def broadcast(
@@ -109,9 +109,9 @@ def broadcast(
     own = call.group.rank == root
     buffer = send if own else out
     assert buffer is not None
-    if call.carries(algorithm, buffer.nbytes):
+    if call.fits_eager(algorithm, buffer.nbytes):
         bits = buffer.view(np.uint8)
-        joined = call.carry(bits if own else np.zeros(bits.size, np.uint8))
+        joined = call.reduce_eager(bits if own else np.zeros(bits.size, np.uint8))
         if not own:
             bits[:] = joined
         return
@@ -121,17 +121,17 @@ def broadcast(
 
 def barrier(call: Call, send: None = None, out: None = None, *, algorithm: str) -> None:
     """Wait for all ranks."""
-    if call.carries(algorithm, 0):
-        call.carry(*signature_check.NOTHING)
+    if call.fits_eager(algorithm, 0):
+        call.reduce_eager(*signature_check.NOTHING)
         return
     call.agree()
     call.algorithm("barrier", algorithm, 0)(call.deadline)
 
 
-def _carried(call: Call, send: Array, how: Reduction) -> Array | None:
+def _reduce_eager(call: Call, send: Array, how: ReduceSpec) -> Array | None:
     """Compare the call, and reduce `send` on the way, in the dtype of sums, if it is so small."""
-    if call.carries(how.algorithm, send.size * reduction.work_dtype(send.dtype).itemsize):
-        return call.carry(_contribution(call, send, None, how.op), how.op)
+    if call.fits_eager(how.algorithm, send.size * reduction.work_dtype(send.dtype).itemsize):
+        return call.reduce_eager(_contribution(call, send, None, how.op), how.op)
     call.agree()
     return None
 
@@ -139,5 +139,5 @@ def _carried(call: Call, send: Array, how: Reduction) -> Array | None:
 def _contribution(call: Call, send: Array, out: Array | None, op: Op) -> Array:
     """Copy a rank's array to where messages are made of it."""
     buffer = host_arrays.flat_copy(send, out, reduction.work_dtype(send.dtype))
-    reduction.prepare(buffer, op, call.group.size)
+    reduction.prescale(buffer, op, call.group.size)
     return buffer

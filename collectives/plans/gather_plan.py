@@ -9,17 +9,17 @@ import math
 import numpy as np
 
 from collectives.arrays import host_arrays
-from collectives.arrays.host_arrays import NEW, Array, Rows, address
-from collectives.node.engine import Engine
+from collectives.arrays.host_arrays import ALLOCATE, Array, RowsOut, address
 from collectives.calls import signature
 from collectives.calls.call import Call
-from collectives.plans.prepared_calls import NodePlan
-from collectives.calls.counts import unfit
+from collectives.calls.counts import output_mismatch
+from collectives.node.engine import Engine
+from collectives.plans.prepared_calls import NodeCall
 
-__all__ = ["JoinPlan"]
+__all__ = ["GatherPlan"]
 
 
-class JoinPlan:
+class GatherPlan:
     """A gather or an all-gather in the node engine: all move what each has brought the last time.
 
     As they meet they compare what they know of that. Where a rank knows anything else, or nothing
@@ -46,34 +46,34 @@ class JoinPlan:
         self._alone = root is not None and self._takes  # nobody else wants what this rank brings
         self._dtype, self._row = array.dtype, array.shape[1:]
         self._row_bytes = array.itemsize * math.prod(self._row)
-        self._own = np.array([len(array), NEW.number])
+        self._own = np.array([len(array), ALLOCATE.number])
         self._everyones = np.empty((engine.size, 2), np.int64)
         each = self._own.nbytes
         table = [(rank, 0, each, each * rank) for rank in range(engine.size)]
         self._addresses = address(self._own), address(self._everyones)
-        self._tell = NodePlan(call, engine.plan_publish(each, table, call.digest, each))
+        self._tell = NodeCall(call, engine.plan_publish(each, table, call.digest, each))
         self._tell.ours += 1 if self._takes else 2  # `run`, and the closer look of `again`
-        unknown = signature.digest({"rows": "unknown", "rank": engine.rank})
-        self._move = self._tell.like(0, [], 0, detail=unknown)
+        unknown = signature.hash_of({"rows": "unknown", "rank": engine.rank})
+        self._move = self._tell.matching_detail(0, [], 0, detail=unknown)
         self._told: list[list[int]] = []
         self.rows: list[int] = []
         self._own_bytes = len(array) * self._row_bytes
         self._note([])
 
-    def first(self, call: Call, flat: Array, out: Rows = NEW) -> Array | None:
+    def first(self, call: Call, flat: Array, out: RowsOut = ALLOCATE) -> Array | None:
         """Carry out the call that has made the plan; returns the rows, None where nobody asks."""
         self._move.first(call)  # with ranks that know rows of earlier calls
         self._own[1] = out.number
         self._tell.first(call, self._own, self._everyones)
-        self._own[1] = NEW.number  # in later calls
+        self._own[1] = ALLOCATE.number  # in later calls
         if error := self._look():
-            raise call.known(error)
+            raise call.announce(error)
         if not self._takes:
             self._move.first(call, flat)
             return None
-        result, joined = host_arrays.room(out.target, self.shape, self._dtype, flat, self.inside)
+        result, joined = host_arrays.output(out.target, self.shape, self._dtype, flat, self.inside)
         self._move.first(call, flat, joined)
-        return host_arrays.store(joined, result)
+        return host_arrays.copy_to(joined, result)
 
     def run(self, send: int, out: int, timeout: float | None) -> Array | None:
         """Make the call once more, whatever the other ranks bring; as `NodePlan.run`.
@@ -102,13 +102,13 @@ class JoinPlan:
 
         def tell_and_move() -> None:
             nonlocal error
-            if not self._move.unlike:
+            if not self._move.is_mismatch:
                 return
-            self._own[1] = sum(self.rows) if out else NEW.number
+            self._own[1] = sum(self.rows) if out else ALLOCATE.number
             try:
                 self._tell.meet(*self._addresses, timeout)
             finally:
-                self._own[1] = NEW.number
+                self._own[1] = ALLOCATE.number
             error = self._look()
             if error is None:
                 self._move.meet(send, room(), timeout)
@@ -139,7 +139,9 @@ class JoinPlan:
         if told == self._told:
             return None
         rows, given = ([pair[i] for pair in told] for i in (0, 1))
-        error = unfit(self._group, self._operation, self._row, given, [sum(rows)] * len(rows))
+        error = output_mismatch(
+            self._group, self._operation, self._row, given, [sum(rows)] * len(rows)
+        )
         if error is not None:
             return error
         if rows != self.rows:
@@ -151,8 +153,8 @@ class JoinPlan:
             ]
             own, longest = self._own_bytes, max(rows) * self._row_bytes
             kept = (0, own) if self._alone else (0, 0)
-            detail = signature.digest({"rows": tuple(rows)})
-            self._move = self._tell.like(own, table, longest, kept, detail)
+            detail = signature.hash_of({"rows": tuple(rows)})
+            self._move = self._tell.matching_detail(own, table, longest, kept, detail)
             self._note(rows)
         self._told = told
         return None

@@ -12,26 +12,33 @@ from collections.abc import Callable, Sequence
 from functools import partial
 from typing import Generic, NamedTuple
 
-from collectives.algorithms.eager import Block
+from collectives.algorithms.eager import EagerBlock
 from collectives.arrays import reduction
 from collectives.arrays.host_arrays import Array
-from collectives.core.errors import MismatchError
-from collectives.node.control_block import NOTED
-from collectives.calls import signature_check; from collectives.plans import by_messages as messages
+from collectives.calls import signature_check
 from collectives.calls.call import Call
 from collectives.calls.group import Group
-from collectives.plans.by_messages import Reduction
-from collectives.plans.prepared_calls import AnyPlan, LetterPlan, MessagePlan, NodePlan, given
 from collectives.calls.overloads import A
+from collectives.core.errors import MismatchError
+from collectives.node.control_block import NOTED
+from collectives.plans import by_messages as messages
+from collectives.plans.by_messages import ReduceSpec
+from collectives.plans.prepared_calls import (
+    AnyCall,
+    EagerCall,
+    MessageCall,
+    NodeCall,
+    as_plan_argument,
+)
 
 __all__ = [
     "MOST",
     "Plan",
-    "Steps",
+    "CompositePlan",
     "allreduce",
     "broadcast",
-    "broadcast_part",
-    "by_letter",
+    "broadcast_chunk",
+    "eager_allreduce",
     "reduce_scatter",
 ]
 
@@ -39,63 +46,65 @@ __all__ = [
 MOST = 256
 
 
-def allreduce(call: Call, send: Array, out: Array, how: Reduction) -> AnyPlan:
+def allreduce(call: Call, send: Array, out: Array, how: ReduceSpec) -> AnyCall:
     """Plan the all-reduce of flat arrays that a call has described."""
     engine = call.engine_for(how.algorithm)
     if engine is None:
-        small = by_letter(call, send, how)
-        return small or MessagePlan(call, partial(messages.allreduce, how=how))
-    if place := engine.shared.place_of(send, out):  # which is reduced by another kernel
+        small = eager_allreduce(call, send, how)
+        return small or MessageCall(call, partial(messages.allreduce, how=how))
+    if place := engine.shared.location_of_pair(send, out):  # which is reduced by another kernel
         call.add(memory=f"shared array {place.number} + {place.offset} bytes")
-    return NodePlan(call, engine.plan_allreduce(send, out, how.op, call.digest))
+    return NodeCall(call, engine.plan_allreduce(send, out, how.op, call.digest))
 
 
-def by_letter(call: Call, send: Array, how: Reduction) -> LetterPlan | None:
+def eager_allreduce(call: Call, send: Array, how: ReduceSpec) -> EagerCall | None:
     """Plan an all-reduce that compiled code sends and combines with the comparison, if it can."""
     group, op = call.group, how.op
     if (
         how.codec is not None
-        or not call.carries(how.algorithm, send.nbytes, signature_check.most(group.layout))
+        or not call.fits_eager(
+            how.algorithm, send.nbytes, signature_check.max_piggyback_bytes(group.layout)
+        )
         or reduction.work_dtype(send.dtype) != send.dtype
-        or signature_check.by_nodes(group.layout)
-        or (found := signature_check.letters_of(group)) is None
+        or signature_check.per_node(group.layout)
+        or (found := signature_check.eager_exchange_of(group)) is None
     ):
         return None
-    return LetterPlan(call, found, Block(found, send.dtype, send.size, op, fill=True))
+    return EagerCall(call, found, EagerBlock(found, send.dtype, send.size, op, fill=True))
 
 
 def reduce_scatter(
     call: Call,
     send: Array,
     bounds: Sequence[int],
-    how: Reduction,
+    how: ReduceSpec,
     shape: tuple[int, ...] | None = None,
-) -> NodePlan | MessagePlan:
+) -> NodeCall | MessageCall:
     """Plan a reduction of flat arrays, of which each rank takes a chunk; of that shape, or flat."""
     shape = (bounds[call.group.rank + 1] - bounds[call.group.rank],) if shape is None else shape
     engine = call.engine_for(how.algorithm)
     if engine is None:
         move = partial(messages.reduce_scatter, how=how, bounds=bounds)
-        return MessagePlan(call, move, shape)
+        return MessageCall(call, move, shape)
     work = engine.plan_reduce_scatter(send, None, bounds, how.op, call.digest)
     before = bounds[call.group.rank] * send.itemsize  # the kernel counts from the whole's begin
-    return NodePlan(call, work, shape, before)
+    return NodeCall(call, work, shape, before)
 
 
 def broadcast(
     call: Call, buffer: Array, root: int, algorithm: str = "auto"
-) -> NodePlan | MessagePlan:
+) -> NodeCall | MessageCall:
     """Plan the broadcast of arrays like a flat one, in a call that has been described."""
     engine = call.engine_for(algorithm)
     if engine is None:
-        return MessagePlan(call, partial(messages.broadcast, root=root, algorithm=algorithm))
+        return MessageCall(call, partial(messages.broadcast, root=root, algorithm=algorithm))
     own, nbytes = call.group.rank == root, buffer.nbytes
     wanted = [] if own or not nbytes else [(root, 0, nbytes, 0)]
     work = engine.plan_publish(nbytes if own else 0, wanted, call.digest, nbytes)
-    return NodePlan(call, work)
+    return NodeCall(call, work)
 
 
-def broadcast_part(call: Call, buffer: Array, root: int, algorithm: str = "auto") -> None:
+def broadcast_chunk(call: Call, buffer: Array, root: int, algorithm: str = "auto") -> None:
     """Broadcast a part of what the ranks have agreed on, or will as they meet."""
     if call.engine_for(algorithm) is None:
         call.algorithm("broadcast", algorithm, buffer.nbytes)(buffer, root, call.deadline)
@@ -103,7 +112,7 @@ def broadcast_part(call: Call, buffer: Array, root: int, algorithm: str = "auto"
         broadcast(call, buffer, root, algorithm).first(call, buffer, buffer)
 
 
-class Steps(NamedTuple):
+class CompositePlan(NamedTuple):
     """A call that is more than one plan.
 
     Attributes:
@@ -146,22 +155,22 @@ class Plan(Generic[A]):
         array: A,
         send: Array,
         out: Array,
-        plan: AnyPlan | Steps,
+        plan: AnyCall | CompositePlan,
         operation: str,
         timeout: float | None,
     ) -> None:
         self.array = array
         self._kept = send, out
-        self._send, self._out = given(plan, send), given(plan, out)
+        self._send, self._out = as_plan_argument(plan, send), as_plan_argument(plan, out)
         self._plan = plan
         self.operation = operation
         self._group = plan.group
         self._timeout = timeout
         self._kernel = None
-        if isinstance(plan, NodePlan):  # whose block knows the arrays
+        if isinstance(plan, NodeCall):  # whose block knows the arrays
             plan.bind(send, out)
             self._kernel, self._address = plan.kernel, plan.block
-        elif isinstance(plan, LetterPlan):
+        elif isinstance(plan, EagerCall):
             plan.ours -= 1  # it is run without `again`
 
     def __call__(self) -> A:
@@ -178,7 +187,7 @@ class Plan(Generic[A]):
                 self._go_on(status)
         except BaseException as error:
             if not isinstance(error, MismatchError):
-                group.failed(self.operation, error)  # also after Ctrl-C
+                group.mark_failed(self.operation, error)  # also after Ctrl-C
             raise
         finally:
             group.gate = group.unusable
@@ -186,9 +195,9 @@ class Plan(Generic[A]):
 
     def _go_on(self, status: int) -> None:
         """Wait for the others, and record that."""
-        assert isinstance(self._plan, NodePlan)
+        assert isinstance(self._plan, NodeCall)
         if status == NOTED:  # it is over, and for the timeline only
-            self._group.planned(self.operation, self._plan.fields)
+            self._group.note_cached_call(self.operation, self._plan.fields)
             return
         record = self._group.begin(self.operation, self._plan.fields)
         failure = None

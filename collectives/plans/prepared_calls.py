@@ -18,20 +18,20 @@ from collections.abc import Callable
 from typing import Any, Protocol, cast
 
 from collectives.algorithms import eager
-from collectives.algorithms.eager import HASH, INVERSE, Block, Letters
+from collectives.algorithms.eager import HASH, INVERSE, EagerBlock, EagerExchange
 from collectives.arrays.host_arrays import Array, address
-from collectives.core.errors import MismatchError
-from collectives.node.engine import Rows, Work
-from collectives.node.control_block import NOTED, OUT, SEND, UNLIKE
 from collectives.calls import signature
-from collectives.calls.call import Call, enter
+from collectives.calls.call import Call, begin_call
+from collectives.core.errors import MismatchError
+from collectives.node.control_block import NOTED, OUT, SEND, UNLIKE
+from collectives.node.engine import CopyTable, KernelCall
+from collectives.tracing.peer_status import StatusBoard
 from collectives.tracing.recorder import Record
-from collectives.tracing.peer_status import Board
 
-__all__ = ["AnyPlan", "LetterPlan", "MessagePlan", "NodePlan", "Takes", "given"]
+__all__ = ["AnyCall", "EagerCall", "MessageCall", "NodeCall", "PlanArguments", "as_plan_argument"]
 
 
-class _AddressPlan(ABC):
+class _AddressCall(ABC):
     """A call of compiled code that is ready but for the addresses of its arrays.
 
     Args:
@@ -76,22 +76,22 @@ class _AddressPlan(ABC):
         record = None
         try:
             group.gate = self
-            group.number += 1
+            group.call_number += 1
             record = group.begin(self.operation, self.fields, self.ours)
             self.meet(send, out, timeout)
             if then is not None:
                 then()
         except BaseException as error:
-            self._failed(record, error)
+            self._record_failure(record, error)
             raise
         finally:
             group.gate = group.unusable
         group.end(record, None)
 
-    def _failed(self, record: Record | None, error: BaseException) -> None:
+    def _record_failure(self, record: Record | None, error: BaseException) -> None:
         """Record that a call has failed, and what that means for later ones."""
         if not isinstance(error, MismatchError):
-            self.group.failed(self.operation, error)  # also after Ctrl-C
+            self.group.mark_failed(self.operation, error)  # also after Ctrl-C
         if record is not None:
             self.group.end(record, error)
 
@@ -100,7 +100,7 @@ class _AddressPlan(ABC):
         """Call the kernel until it is done; arguments and errors as `run`."""
 
 
-class NodePlan(_AddressPlan):
+class NodeCall(_AddressCall):
     """A call in the node engine that is ready but for the addresses of its arrays.
 
     Args:
@@ -113,7 +113,7 @@ class NodePlan(_AddressPlan):
     def __init__(
         self,
         call: Call,
-        work: Work,
+        work: KernelCall,
         shape: tuple[int, ...] | None = None,
         before: int = 0,
     ) -> None:
@@ -123,7 +123,7 @@ class NodePlan(_AddressPlan):
         self._before = before
         self._use(work)
 
-    def _use(self, work: Work) -> None:
+    def _use(self, work: KernelCall) -> None:
         self._work = work
         self._words = work.block.data
         self.kernel = work.kernel
@@ -131,27 +131,27 @@ class NodePlan(_AddressPlan):
         takes = self.shape is None and self._before == 0
         self.arrays = self.block + 8 * SEND if takes else 0
 
-    def like(
+    def matching_detail(
         self,
         nbytes: int,
-        table: Rows,
+        table: CopyTable,
         longest: int,
         kept: tuple[int, int] = (0, 0),
         detail: int = 0,
-    ) -> NodePlan:
+    ) -> NodeCall:
         """Plan another meeting of the same call; arguments as `Engine.plan_publish`."""
         other = copy.copy(self)
-        digest = signature.digest(self._description)
+        digest = signature.hash_of(self._description)
         other._use(self._engine.plan_publish(nbytes, table, digest, longest, kept, detail))
         return other
 
     @property
-    def unlike(self) -> bool:
+    def is_mismatch(self) -> bool:
         """Whether the ranks knew different details in the last meeting, and nothing has moved."""
         return bool(self._words[UNLIKE])
 
     @property
-    def inside(self) -> int:
+    def input_offset(self) -> int:
         """After how many bytes of the result this rank's array may begin, of which it is a part."""
         return -self._before
 
@@ -159,7 +159,7 @@ class NodePlan(_AddressPlan):
         self, send: int, out: int, timeout: float | None, then: Callable[[], None] | None = None
     ) -> None:
         """As for all plans; `then` does what is left where nothing has moved (`unlike`)."""
-        if self.group.watcher is not self.group.status:  # who wants more than a kernel tells
+        if self.group.listener is not self.group.status:  # who wants more than a kernel tells
             super().run(send, out, timeout, then)
             return
         group = self.group
@@ -189,22 +189,22 @@ class NodePlan(_AddressPlan):
         group, operation = self.group, self.operation
         record = None
         try:
-            group.number = number = group.number + 1
+            group.call_number = number = group.call_number + 1
             record = group.recorder.take(number, operation, self.fields, ours)
-            board = cast(Board, group.status)  # there is one with the engine
+            board = cast(StatusBoard, group.status)  # there is one with the engine
             if record.caller is not board.caller or operation != board.operation:
                 board.write_text(record)
             status = self.kernel(self.block, record.address, number)
             if status:
                 self.go_on(status, timeout)
-            if then is not None and self.unlike:
+            if then is not None and self.is_mismatch:
                 if not status:  # the kernel has told that it is over
                     record.begin()
                     board.enter(record)
                 then()
                 status = NOTED
         except BaseException as error:
-            self._failed(record, error)
+            self._record_failure(record, error)
             raise
         finally:
             group.gate = group.unusable
@@ -237,11 +237,11 @@ class NodePlan(_AddressPlan):
         if status == NOTED:  # done
             return
         deadline = self.group.deadline(self.operation, timeout)
-        if not self._engine.drive(self._work, deadline, status):
+        if not self._engine.run(self._work, deadline, status):
             signature.raise_mismatch(self.group.transport, self._description, deadline)
 
 
-class LetterPlan(_AddressPlan):
+class EagerCall(_AddressCall):
     """A small call by messages of compiled code.
 
     Args:
@@ -250,19 +250,19 @@ class LetterPlan(_AddressPlan):
         block: of its kernel.
     """
 
-    def __init__(self, call: Call, letters: Letters, block: Block) -> None:
+    def __init__(self, call: Call, letters: EagerExchange, block: EagerBlock) -> None:
         super().__init__(call)
         self.fields.pop(signature.NUMBER, None)  # of which every call has its own
         self._letters = letters
         self._kernel = letters.kernel
         self._block = block
         self._words = block.words.data
-        self._digest = signature.digest({"operation": self.operation, **self.fields})
+        self._digest = signature.hash_of({"operation": self.operation, **self.fields})
 
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
         """Carry out the call that has made the plan; raises what `Call.met` does."""
         self._fill(*(0 if array is None else address(array) for array in (send, out)))
-        call.post(self._letters, self._block)
+        call.exchange_eager(self._letters, self._block)
 
     def meet(self, send: int, out: int, timeout: float | None) -> None:
         """Call the kernel until it is done; arguments and errors as `run`."""
@@ -270,17 +270,17 @@ class LetterPlan(_AddressPlan):
         if status := self._kernel(self._block.address):
             group = self.group
             deadline = group.deadline(self.operation, timeout)
-            if not self._letters.drive(self._block, status, deadline):
-                call = {**self._description, signature.NUMBER: group.number}
+            if not self._letters.run(self._block, status, deadline):
+                call = {**self._description, signature.NUMBER: group.call_number}
                 signature.raise_mismatch(group.transport, call, deadline)
 
     def _fill(self, send: int, out: int) -> None:
-        words, digest = self._words, signature.numbered(self._digest, self.group.number)
+        words, digest = self._words, signature.with_number(self._digest, self.group.call_number)
         words[HASH], words[INVERSE] = digest, ~digest
         words[eager.SEND], words[eager.OUT] = send, out
 
 
-class MessagePlan:
+class MessageCall:
     """A call by messages whose arguments have been looked at.
 
     Args:
@@ -309,15 +309,15 @@ class MessagePlan:
 
     def run(self, send: Array | None, out: Array | None, timeout: float | None) -> None:
         """Make the call once more, with flat arrays; errors as `NodePlan.run`."""
-        with enter(self.group, self.operation, timeout) as call:
+        with begin_call(self.group, self.operation, timeout) as call:
             call.describe(**self._fields)
             self._move(call, send, out)
 
 
-AnyPlan = NodePlan | LetterPlan | MessagePlan
+AnyCall = NodeCall | EagerCall | MessageCall
 
 
-class Takes(Protocol):
+class PlanArguments(Protocol):
     """A plan, as far as it says how it takes arrays."""
 
     @property
@@ -325,6 +325,6 @@ class Takes(Protocol):
         """Whether as arrays; else by their addresses."""
 
 
-def given(plan: Takes, array: Array) -> Any:
+def as_plan_argument(plan: PlanArguments, array: Array) -> Any:
     """Return an array as a plan takes it; whoever gives it, keeps it."""
     return array if plan.by_messages else address(array)

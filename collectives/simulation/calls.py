@@ -7,18 +7,18 @@ from typing import Any
 
 import numpy as np
 
-from collectives.core import topology
-from collectives.algorithms import recursive_doubling, hierarchical, selection, tree
+from collectives.algorithms import hierarchical, recursive_doubling, selection, tree
 from collectives.algorithms.eager import HEAD_BYTES
 from collectives.arrays.reduction import SUM
+from collectives.core import topology
 from collectives.simulation import ranks
 from collectives.simulation.clock import NEVER
-from collectives.simulation.cluster import Cluster
-from collectives.simulation.ranks import Access, Ended
+from collectives.simulation.cluster import SimulatedCluster
+from collectives.simulation.ranks import RankContext, RankResult
 from collectives.simulation.transport import EAGER_BYTES
 from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["seconds", "together", "whole"]
+__all__ = ["seconds", "simulate_sequence", "simulate_check"]
 
 _DTYPE = np.dtype(np.float32)
 
@@ -27,7 +27,7 @@ def seconds(
     operation: str,
     algorithm: str,
     nbytes: int,
-    cluster: Cluster,
+    cluster: SimulatedCluster,
     *,
     eager: int = EAGER_BYTES,
     within: float = NEVER,
@@ -53,9 +53,9 @@ def seconds(
     return _last(cluster, call, eager=eager, within=within, progress=progress)
 
 
-def together(
+def simulate_sequence(
     nbytes: int,
-    cluster: Cluster,
+    cluster: SimulatedCluster,
     *,
     by_nodes: bool,
     within: float = NEVER,
@@ -80,10 +80,10 @@ def together(
     return _last(cluster, call, within=within, progress=progress)
 
 
-def whole(
+def simulate_check(
     algorithm: str | None,
     nbytes: int,
-    cluster: Cluster,
+    cluster: SimulatedCluster,
     *,
     by_nodes: bool,
     calls: int = 1,
@@ -107,7 +107,7 @@ def whole(
     compared = _comparison(nbytes if algorithm is None else 0, cluster, by_nodes=by_nodes)
     run = None if algorithm is None else _algorithm("allreduce", algorithm, nbytes, cluster)
 
-    def series(access: Access) -> float:
+    def series(access: RankContext) -> float:
         rank = access.transport.simulated
         tree.barrier(access.transport, Deadline("barrier", NEVER))
         began = rank.now
@@ -115,17 +115,17 @@ def whole(
             compared(access)
             if run is not None:
                 own = 0.0 if python is None else python[rank.number]
-                rank.spend((cluster.layout.call + own) * rank.cold)
+                rank.advance((cluster.layout.call + own) * rank.cache_cold)
                 run(access)
         return rank.now - began
 
-    slowest: float = max(rank.result for rank in _ended(cluster, series))
+    slowest: float = max(rank.result for rank in _check_ended(cluster, series))
     return slowest / calls
 
 
 def _algorithm(
-    operation: str, algorithm: str, nbytes: int, cluster: Cluster
-) -> Callable[[Access], None]:
+    operation: str, algorithm: str, nbytes: int, cluster: SimulatedCluster
+) -> Callable[[RankContext], None]:
     """Return what a rank does in a call by an algorithm."""
     run = selection.ALGORITHMS[operation][algorithm].run
     arguments = _ARGUMENTS[operation]
@@ -133,45 +133,49 @@ def _algorithm(
     bounds = topology.chunk_bounds(count, cluster.size)
     lengths = np.diff(bounds).tolist()
 
-    def call(access: Access) -> None:
+    def call(access: RankContext) -> None:
         over = access.levels if algorithm == "hierarchical" else access.transport
         run(over, *arguments(access, count, bounds, lengths), Deadline(operation, NEVER))
 
     return call
 
 
-def _comparison(nbytes: int, cluster: Cluster, *, by_nodes: bool) -> Callable[[Access], None]:
+def _comparison(
+    nbytes: int, cluster: SimulatedCluster, *, by_nodes: bool
+) -> Callable[[RankContext], None]:
     """Return what a rank does to compare a call."""
     length = HEAD_BYTES + nbytes
     combining = cluster.layout.combined(nbytes)
 
-    def call(over: Access) -> None:
+    def call(over: RankContext) -> None:
         access = over.letters()
         deadline = Deadline("comparison", NEVER)
         rank = access.transport.simulated
 
         def combine(ours: object, theirs: object) -> None:
-            rank.spend(combining)
+            rank.advance(combining)
 
         def between(network: Transport, letter: Any) -> None:
-            recursive_doubling.combine_all(network, letter, combine, deadline)
+            recursive_doubling.allgather_combine(network, letter, combine, deadline)
 
         if by_nodes:
             assert access.levels is not None
             letter = np.empty(length, np.uint8)
-            hierarchical.double(access.levels, letter, combine, between, deadline)
+            hierarchical.allreduce_custom(access.levels, letter, combine, between, deadline)
         else:
             between(access.transport, access.memory.empty(length, np.dtype(np.uint8)))
 
     return call
 
 
-def _last(cluster: Cluster, call: Callable[[Access], None], **how: Any) -> float:
+def _last(cluster: SimulatedCluster, call: Callable[[RankContext], None], **how: Any) -> float:
     """Return when the last rank has ended."""
-    return max(rank.seconds for rank in _ended(cluster, call, **how))
+    return max(rank.seconds for rank in _check_ended(cluster, call, **how))
 
 
-def _ended(cluster: Cluster, call: Callable[[Access], Any], **how: Any) -> list[Ended]:
+def _check_ended(
+    cluster: SimulatedCluster, call: Callable[[RankContext], Any], **how: Any
+) -> list[RankResult]:
     """Return how all ranks have ended.
 
     Raises:
@@ -184,27 +188,33 @@ def _ended(cluster: Cluster, call: Callable[[Access], Any], **how: Any) -> list[
     return ended
 
 
-def _buffer(access: Access, count: int, bounds: list[int], lengths: list[int]) -> Any:
+def _buffer(access: RankContext, count: int, bounds: list[int], lengths: list[int]) -> Any:
     return access.memory.empty(count, _DTYPE)
 
 
-def _gather(access: Access, count: int, bounds: list[int], lengths: list[int]) -> tuple[Any, ...]:
+def _gather(
+    access: RankContext, count: int, bounds: list[int], lengths: list[int]
+) -> tuple[Any, ...]:
     return np.empty(lengths[access.transport.rank], _DTYPE), lengths, 0
 
 
-def _scatter(access: Access, count: int, bounds: list[int], lengths: list[int]) -> tuple[Any, ...]:
+def _scatter(
+    access: RankContext, count: int, bounds: list[int], lengths: list[int]
+) -> tuple[Any, ...]:
     whole = np.empty(count, _DTYPE) if access.transport.rank == 0 else None
     return whole, lengths, 0, _DTYPE
 
 
-def _alltoall(access: Access, count: int, bounds: list[int], lengths: list[int]) -> tuple[Any, ...]:
+def _alltoall(
+    access: RankContext, count: int, bounds: list[int], lengths: list[int]
+) -> tuple[Any, ...]:
     own = lengths[access.transport.rank]
     return np.empty(count, _DTYPE), lengths, [own] * len(lengths)
 
 
 # What comes between the ranks and the deadline. Memory of NumPy is not touched here, so that it
 # takes none.
-_ARGUMENTS: dict[str, Callable[[Access, int, list[int], list[int]], tuple[Any, ...]]] = {
+_ARGUMENTS: dict[str, Callable[[RankContext, int, list[int], list[int]], tuple[Any, ...]]] = {
     "allreduce": lambda *own: (_buffer(*own), SUM),
     "reduce": lambda *own: (_buffer(*own), SUM, 0),
     "reduce_scatter": lambda *own: (_buffer(*own), own[2], SUM),

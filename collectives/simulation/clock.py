@@ -21,11 +21,11 @@ from heapq import heappop, heappush
 from typing import Any
 
 from collectives.core.errors import CollectiveTimeout, PeerFailure
-from collectives.simulation.cluster import Cluster
-from collectives.simulation.cpu_scheduler import Host, Waiting
-from collectives.transport.backoff import Known, Message, named
+from collectives.simulation.cluster import SimulatedCluster
+from collectives.simulation.cpu_scheduler import CpuScheduler, WaitingRank
+from collectives.transport.backoff import CompletedWait, PendingMessage, describe_ranks
 
-__all__ = ["NEVER", "Clock", "Rank", "Stopped"]
+__all__ = ["NEVER", "EventClock", "SimulatedRank", "Stopped"]
 
 NEVER = float("inf")
 
@@ -42,7 +42,7 @@ _MOST_BYTES = 4 << 30
 
 
 # What a rank waits for that has not begun.
-_A_CORE = Known("a core", (), has_come=False)
+_A_CORE = CompletedWait("a core", (), has_come=False)
 
 
 class Stopped(Exception):
@@ -61,7 +61,7 @@ class _Died(BaseException):
     """Unwinds a rank that is dead; no rank catches it."""
 
 
-class Rank:
+class SimulatedRank:
     """One rank: its time, its program, and what it waits for.
 
     Args:
@@ -81,12 +81,12 @@ class Rank:
         "number", "operation", "result", "size", "waits_for",
     )  # fmt: skip
 
-    def __init__(self, clock: Clock, number: int, host: Host | None) -> None:
+    def __init__(self, clock: EventClock, number: int, host: CpuScheduler | None) -> None:
         cluster = clock.cluster
         self.number, self.size = number, cluster.size
         self.now = 0.0
         self.dies = cluster.deaths.get(number, NEVER)
-        self.waits_for: Message | None = None
+        self.waits_for: PendingMessage | None = None
         self.operation = ""
         self.result: Any = None
         self.error: BaseException | None = None
@@ -122,7 +122,7 @@ class Rank:
         return self._host is not None and self._host.is_shared
 
     @property
-    def cold(self) -> float:
+    def cache_cold(self) -> float:
         """How many times as long a program takes whose code is in no cache of its core."""
         return 1.0 if self._host is None else self._host.cold
 
@@ -131,7 +131,7 @@ class Rank:
         """Whether it is dead; not whether it has failed."""
         return isinstance(self.error, _Died)
 
-    def spend(self, seconds: float) -> None:
+    def advance(self, seconds: float) -> None:
         """Let its program take so long, as it does on this rank and this time."""
         if self._noise:
             shape = self._noise**-2
@@ -140,7 +140,7 @@ class Rank:
         if self.now >= self.dies:
             raise _Died
 
-    def wait(self, message: Message, operation: str, how: Waiting) -> None:
+    def wait(self, message: PendingMessage, operation: str, how: WaitingRank) -> None:
         """Let others go on until `wake`.
 
         Args:
@@ -154,13 +154,15 @@ class Rank:
         """
         clock = self._clock
         if clock.dead:
-            raise self.of_the_dead(operation)
+            raise self.from_failed(operation)
         self.waits_for, self.operation = message, operation
         if self._host is not None:
             self._host.waits(self, how)
         clock.turn.switch()
 
-    def sleep(self, until: float, message: Message, operation: str, how: Waiting) -> None:
+    def sleep(
+        self, until: float, message: PendingMessage, operation: str, how: WaitingRank
+    ) -> None:
         """Wait for a message of which it is known when it is there."""
         if self._host is None:
             self.now = until
@@ -175,10 +177,10 @@ class Rank:
         else:
             self._clock.at(max(when, self._clock.now), self._come, self.waits_for)
 
-    def _come(self, message: Message) -> None:
+    def _come(self, message: PendingMessage) -> None:
         """What it waits for is there: ask for a core."""
         if self.waits_for is message and self._host is not None:  # it has not ended meanwhile
-            self._host.ready(self)
+            self._host.runnable(self)
 
     def go_on(self, when: float) -> None:
         """Run, with its own time not before `when`."""
@@ -192,7 +194,7 @@ class Rank:
         """Go on with an error, for which it needs no core."""
         begun, self.waits_for = self.waits_for is not _A_CORE, None
         if self._host is not None:
-            self._host.told(self)
+            self._host.message_arrived(self)
         if not begun:
             self.error = error
             return
@@ -201,20 +203,20 @@ class Rank:
 
     def _has_ended(self) -> None:
         if self._host is not None and self._coroutine.dead:
-            self._host.ended(self)
+            self._host.finished(self)
 
     def kill(self) -> None:
         """End it where it waits, and its program without an answer to anybody."""
         if self.waits_for is not None:
             self.end(_Died())
 
-    def of_the_dead(self, operation: str) -> PeerFailure:
+    def from_failed(self, operation: str) -> PeerFailure:
         """Return the error of who waits for ranks of which some are dead."""
-        where = f"{named([self.number])} of {self.size}"
-        return PeerFailure(f"{operation}: {named(self._clock.dead)} died ({where})")
+        where = f"{describe_ranks([self.number])} of {self.size}"
+        return PeerFailure(f"{operation}: {describe_ranks(self._clock.dead)} died ({where})")
 
 
-class Clock:
+class EventClock:
     """The time of a cluster, and its ranks.
 
     Args:
@@ -228,25 +230,26 @@ class Clock:
         delivered: messages that have arrived so far.
     """
 
-    def __init__(self, cluster: Cluster) -> None:
+    def __init__(self, cluster: SimulatedCluster) -> None:
         self.cluster = cluster
         self.now = 0.0
         self.dead: list[int] = []
         self.delivered = 0
         hosts = self._hosts()
-        self.ranks = [Rank(self, number, hosts[number]) for number in range(cluster.size)]
+        self.ranks = [SimulatedRank(self, number, hosts[number]) for number in range(cluster.size)]
         self.turn = _greenlet().getcurrent()
         self._events: list[tuple[float, int, Callable[..., None], Any]] = []
         self._number = 0
 
-    def _hosts(self) -> list[Host | None]:
+    def _hosts(self) -> list[CpuScheduler | None]:
         """Return the host of every rank; None where it has a core of its own."""
         cluster = self.cluster
         if cluster.cores is None:
             return [None] * cluster.size
         numbers = [node // cluster.nodes_per_host for node in cluster.nodes()]
         hosts = [
-            Host(self, numbers.count(number), cluster.cores) for number in range(numbers[-1] + 1)
+            CpuScheduler(self, numbers.count(number), cluster.cores)
+            for number in range(numbers[-1] + 1)
         ]
         return [hosts[number] for number in numbers]
 
@@ -304,7 +307,7 @@ class Clock:
             if collects:
                 gc.enable()
 
-    def _waiting(self) -> list[Rank]:
+    def _waiting(self) -> list[SimulatedRank]:
         return [rank for rank in self.ranks if rank.waits_for is not None]
 
     def _die(self, number: int) -> None:
@@ -319,17 +322,17 @@ class Clock:
         for rank in self._waiting():
             if rank.waits_for is not None:  # not ended meanwhile by what another one did
                 rank.now = max(rank.now, self.now)
-                rank.end(rank.of_the_dead(rank.operation))
+                rank.end(rank.from_failed(rank.operation))
 
-    def _stuck(self, rank: Rank) -> BaseException:
+    def _stuck(self, rank: SimulatedRank) -> BaseException:
         """Return the error of a rank for which nothing is on the way."""
         waited = "" if rank.waits_for is None else rank.waits_for.describe()
         return CollectiveTimeout(
             f"{rank.operation}: no answer will come, still waiting for {waited} "
-            f"({named([rank.number])} of {rank.size})"
+            f"({describe_ranks([rank.number])} of {rank.size})"
         )
 
-    def _end_all(self, error: Callable[[Rank], BaseException]) -> None:
+    def _end_all(self, error: Callable[[SimulatedRank], BaseException]) -> None:
         for rank in self._waiting():
             if rank.waits_for is not None:
                 rank.end(error(rank))

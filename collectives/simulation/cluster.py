@@ -5,27 +5,27 @@ from __future__ import annotations
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 
+from collectives.algorithms.cost_model import RankLayout
 from collectives.core import topology
-from collectives.algorithms.cost_model import Layout
 from collectives.core.links import DEFAULT, Machine
-from collectives.simulation.cpu_scheduler import Waiting, Waits
+from collectives.simulation.cpu_scheduler import WaitingRank, WaitKinds
 
-__all__ = ["Cluster", "check_spread"]
+__all__ = ["SimulatedCluster", "check_spread"]
 
 # How ranks wait that share the cores of an AMD EPYC (`benchmarks/shared_host.py`): 200 polls take
 # 79 to 82 us from Python and 59 in letters, 2,000 pauses of the node engine 46; a look takes 3.3 to
 # 4.9 us among 2 to 8 ranks of a core. A rank goes on 8 us after it has the core back with two on
 # it, and 36 with eight. 20 between them, and what letters and the engine take there, fit
 # all-reduces of 4 to 16 ranks on two cores (`benchmarks/model.py`).
-POLLING = Waits(
-    python=Waiting(polls=8e-5, look=4e-6, resume=8e-6),
-    letters=Waiting(polls=6e-5, look=4e-6, resume=4e-6),
-    engine=Waiting(polls=4.6e-5, look=4e-6, resume=1.2e-5),
+POLLING = WaitKinds(
+    python=WaitingRank(polls=8e-5, look=4e-6, resume=8e-6),
+    letters=WaitingRank(polls=6e-5, look=4e-6, resume=4e-6),
+    engine=WaitingRank(polls=4.6e-5, look=4e-6, resume=1.2e-5),
 )
-YIELDING = Waits(
-    python=Waiting(polls=0.0, look=4e-6, resume=2e-5),
-    letters=Waiting(polls=0.0, look=4e-6, resume=1.2e-5),
-    engine=Waiting(polls=4.6e-5, look=4e-6, resume=2.5e-5),
+YIELDING = WaitKinds(
+    python=WaitingRank(polls=0.0, look=4e-6, resume=2e-5),
+    letters=WaitingRank(polls=0.0, look=4e-6, resume=1.2e-5),
+    engine=WaitingRank(polls=4.6e-5, look=4e-6, resume=2.5e-5),
 )
 
 # Seconds of a core for a byte over TCP, of each program: 0.3 ns where nothing shapes the lines.
@@ -47,7 +47,7 @@ def check_spread(what: str, spread: float) -> None:
 
 
 @dataclass(frozen=True)
-class Cluster:
+class SimulatedCluster:
     """Nodes of as equal numbers of ranks as possible, one node after the other.
 
     Every node has a line out and a line in, each of the network's `beta`. Of the network's `alpha`
@@ -88,7 +88,7 @@ class Cluster:
     burst: int = 0
     cores: int | None = None
     nodes_per_host: int = 1
-    waits: Waits | None = None
+    waits: WaitKinds | None = None
     copying: float = COPYING
     together: float | None = None
     noise: float = 0.0
@@ -97,7 +97,7 @@ class Cluster:
     deaths: Mapping[int, float] = field(default_factory=dict)
 
     def __post_init__(self) -> None:
-        Layout(self.size, self.num_nodes)  # has the same ranks and nodes
+        RankLayout(self.size, self.num_nodes)  # has the same ranks and nodes
         if self.nodes_per_switch is not None and self.nodes_per_switch < 1:
             raise ValueError(
                 f"cluster: expected one or more nodes below a switch, got {self.nodes_per_switch}"
@@ -134,12 +134,12 @@ class Cluster:
             raise ValueError(f"cluster: expected a rank that lives, of {self.size} all are to die")
 
     @property
-    def layout(self) -> Layout:
+    def layout(self) -> RankLayout:
         """What "auto" and the closed forms see of it."""
-        return Layout(self.size, self.num_nodes, self.machine)
+        return RankLayout(self.size, self.num_nodes, self.machine)
 
     @property
-    def waiting(self) -> Waits:
+    def waiting(self) -> WaitKinds:
         """How ranks that share cores wait."""
         if self.waits is not None:
             return self.waits

@@ -13,7 +13,7 @@ from collections import deque
 from collections.abc import Callable
 from typing import Any, NamedTuple, Protocol
 
-__all__ = ["Clock", "Host", "Rank", "Waiting", "Waits"]
+__all__ = ["Clock", "CpuScheduler", "Rank", "WaitingRank", "WaitKinds"]
 
 
 # How many times as long Python takes when others have had its core, for each doubling of their
@@ -22,7 +22,7 @@ __all__ = ["Clock", "Host", "Rank", "Waiting", "Waits"]
 COLD = 1.9
 
 
-class Waiting(NamedTuple):
+class WaitingRank(NamedTuple):
     """How somebody waits who shares a core, in seconds."""
 
     polls: float  # for so long it keeps the core
@@ -30,15 +30,15 @@ class Waiting(NamedTuple):
     resume: float  # until it goes on, when it has it back and finds something
 
 
-class Waits(NamedTuple):
+class WaitKinds(NamedTuple):
     """How ranks wait for messages from Python, for those of compiled code, and in their node."""
 
-    python: Waiting
-    letters: Waiting
-    engine: Waiting
+    python: WaitingRank
+    letters: WaitingRank
+    engine: WaitingRank
 
 
-_NEVER = Waiting(0.0, 0.0, 0.0)  # of who has not begun yet, or has ended
+_NEVER = WaitingRank(0.0, 0.0, 0.0)  # of who has not begun yet, or has ended
 
 
 class Clock(Protocol):
@@ -59,7 +59,7 @@ class Rank(Protocol):
         """Run, with its own time not before `when`."""
 
 
-class Host:
+class CpuScheduler:
     """Some cores, and the ranks that run on them.
 
     Args:
@@ -79,7 +79,7 @@ class Host:
         self.cold = 1 + COLD * math.log2(max(1.0, ranks / cores))
         self._line: deque[Rank] = deque()
         self._until: dict[Rank, float] = {}  # who holds a core, and for how long; inf: it runs
-        self._waits: dict[Rank, Waiting] = {}  # who has begun to wait, and how
+        self._waits: dict[Rank, WaitingRank] = {}  # who has begun to wait, and how
         self._looking: dict[Rank, float] = {}  # seconds of a look, of who has given its core away
 
     def begin(self, rank: Rank) -> None:
@@ -90,7 +90,7 @@ class Host:
         else:
             self._line.append(rank)
 
-    def ready(self, rank: Rank) -> None:
+    def runnable(self, rank: Rank) -> None:
         """Let a rank run, or stand in line; called when the clock is at the time."""
         if rank in self._until:  # it still polls
             self._run(rank)
@@ -103,17 +103,17 @@ class Host:
         else:
             self._line.append(rank)
 
-    def waits(self, rank: Rank, how: Waiting) -> None:
+    def waits(self, rank: Rank, how: WaitingRank) -> None:
         """Take note that a rank has begun to wait, at its own time."""
         self._waits[rank] = how
         self._leave(rank, rank.now + how.polls)
 
-    def told(self, rank: Rank) -> None:
+    def message_arrived(self, rank: Rank) -> None:
         """Take note that a rank hears of an error, wherever it waits."""
         if rank in self._line:
             self._line.remove(rank)
 
-    def ended(self, rank: Rank) -> None:
+    def finished(self, rank: Rank) -> None:
         """Take note that its program has ended."""
         self._waits[rank] = _NEVER
         self._looking.pop(rank, None)

@@ -16,12 +16,12 @@ import numpy as np
 
 from collectives.arrays.device import Device, DeviceBuffer
 from collectives.arrays.host_arrays import Array
-from collectives.simulation.clock import Rank
+from collectives.simulation.clock import SimulatedRank
 
-__all__ = ["Memory"]
+__all__ = ["SimulatedMemory"]
 
 
-class Memory:
+class SimulatedMemory:
     """The memory of one rank.
 
     Args:
@@ -30,7 +30,7 @@ class Memory:
         payload: whether buffers have contents.
     """
 
-    def __init__(self, rank: Rank, gamma: float, *, payload: bool) -> None:
+    def __init__(self, rank: SimulatedRank, gamma: float, *, payload: bool) -> None:
         self._device = Device(_Processor(rank, gamma, payload=payload), contextlib.nullcontext())
 
     def holding(self, contents: Array) -> DeviceBuffer:
@@ -65,7 +65,7 @@ class _Length:
 class _Processor:
     """What a `Device` takes for CuPy: the loops that algorithms use, and a stream."""
 
-    def __init__(self, rank: Rank, gamma: float, *, payload: bool) -> None:
+    def __init__(self, rank: SimulatedRank, gamma: float, *, payload: bool) -> None:
         self._rank, self._gamma, self._payload = rank, gamma, payload
         self.cuda = self
 
@@ -97,4 +97,4 @@ class _Processor:
         nbytes = out.nbytes
         if self._payload:
             function(one, other, out=out)
-        self._rank.spend(nbytes * self._gamma)
+        self._rank.advance(nbytes * self._gamma)

@@ -17,13 +17,13 @@ from collections import deque
 from collections.abc import Callable
 
 from collectives.core.links import Machine
-from collectives.simulation.clock import Clock
-from collectives.simulation.cluster import Cluster
+from collectives.simulation.clock import EventClock
+from collectives.simulation.cluster import SimulatedCluster
 
-__all__ = ["Connection", "Line", "Lines"]
+__all__ = ["Connection", "NetworkLink", "NetworkModel"]
 
 
-class Line:
+class NetworkLink:
     """Something that bytes pass, at a rate.
 
     Attributes:
@@ -73,8 +73,8 @@ class Connection:
 
     def __init__(
         self,
-        clock: Clock,
-        lines: tuple[Line, ...],
+        clock: EventClock,
+        lines: tuple[NetworkLink, ...],
         latency: float,
         arrive: Callable[[float], None],
     ) -> None:
@@ -159,7 +159,7 @@ class Connection:
         self._arrive(clock.now + self.latency)
 
 
-class Lines:
+class NetworkModel:
     """The lines of a cluster, and the programs' part in a message.
 
     Args:
@@ -172,8 +172,8 @@ class Lines:
         nodes: the node of every rank.
     """
 
-    def __init__(self, clock: Clock, machine: Machine) -> None:
-        cluster: Cluster = clock.cluster
+    def __init__(self, clock: EventClock, machine: Machine) -> None:
+        cluster: SimulatedCluster = clock.cluster
         node, network = machine.node, machine.network
         self.inside, self.between = machine.inside, machine.between
         self.nodes = cluster.nodes()
@@ -182,16 +182,16 @@ class Lines:
         self._node_beta = node.beta
         self._copying = cluster.copying
         nodes = range(cluster.num_nodes)
-        self._out = [Line(network.beta, cluster.burst) for _ in nodes]
-        self._in = [Line(network.beta, cluster.burst) for _ in nodes]
+        self._out = [NetworkLink(network.beta, cluster.burst) for _ in nodes]
+        self._in = [NetworkLink(network.beta, cluster.burst) for _ in nodes]
         self._below = cluster.nodes_per_switch or cluster.num_nodes
         switches = -(-cluster.num_nodes // self._below)
         self._cores = self._of_hosts(cluster)
         up = network.beta * cluster.oversubscription / self._below
-        self._up = [Line(up) for _ in range(switches)]
-        self._down = [Line(up) for _ in range(switches)]
+        self._up = [NetworkLink(up) for _ in range(switches)]
+        self._down = [NetworkLink(up) for _ in range(switches)]
 
-    def _of_hosts(self, cluster: Cluster) -> list[tuple[Line, ...]]:
+    def _of_hosts(self, cluster: SimulatedCluster) -> list[tuple[NetworkLink, ...]]:
         """Return the cores of each node's host as a line, where ranks share them and bytes cost.
 
         A burst passes at once: what it takes of the cores the programs wait for (`transport`).
@@ -201,7 +201,7 @@ class Lines:
             for node, rank in zip(self.nodes, self._clock.ranks, strict=True)
         }
         cores = [
-            (Line(cluster.carrying, math.inf),) if shared[host] and cluster.carrying else ()
+            (NetworkLink(cluster.carrying, math.inf),) if shared[host] and cluster.carrying else ()
             for host in sorted(shared)
         ]
         return [cores[node // cluster.nodes_per_host] for node in range(cluster.num_nodes)]
@@ -218,7 +218,7 @@ class Lines:
         """Return a connection from one rank to another; `arrive` as there."""
         one, other = self.nodes[source], self.nodes[dest]
         if one == other:  # memory, which each pair has for itself
-            return Connection(self._clock, (Line(self._node_beta),), 0.0, arrive)
+            return Connection(self._clock, (NetworkLink(self._node_beta),), 0.0, arrive)
         lines = (self._out[one], self._in[other], *self._cores[one], *self._cores[other])
         above, below = one // self._below, other // self._below
         if above != below:

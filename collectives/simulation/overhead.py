@@ -13,36 +13,36 @@ from collections.abc import Sequence
 import numpy as np
 
 from collectives.algorithms import hierarchical, selection
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.cost_model import RankLayout
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import SUM
-from collectives.transport.transport import Deadline, Message, Transport
-from collectives.transport.backoff import Known
+from collectives.transport.backoff import CompletedWait
+from collectives.transport.transport import Deadline, PendingMessage, Transport
 
 __all__ = ["seconds"]
 
 # The least of so many calls counts: others on the machine only ever add time.
 _CALLS = 30
 
-_OVER = Known("nothing", (), has_come=True)
+_OVER = CompletedWait("nothing", (), has_come=True)
 
 
-class _Instant(Transport):
+class NullTransport(Transport):
     """Messages of one rank that are over as soon as they have begun."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
 
-    def _start_send(self, data: Array, dest: int) -> Message:
+    def _start_send(self, data: Array, dest: int) -> PendingMessage:
         return _OVER
 
-    def _start_receive(self, into: Array, source: int) -> Message:
+    def _start_receive(self, into: Array, source: int) -> PendingMessage:
         return _OVER
 
-    def wait(self, messages: Sequence[Message], deadline: Deadline) -> None:
+    def wait(self, messages: Sequence[PendingMessage], deadline: Deadline) -> None:
         pass
 
-    def look_around(self, operation: str, peers: Sequence[int] = ()) -> None:
+    def check_peers(self, operation: str, peers: Sequence[int] = ()) -> None:
         pass
 
     def split(self, color: int | None, key: int) -> Transport | None:
@@ -52,7 +52,7 @@ class _Instant(Transport):
         pass
 
 
-def seconds(algorithm: str, layout: Layout, leaders: Sequence[int]) -> list[float]:
+def seconds(algorithm: str, layout: RankLayout, leaders: Sequence[int]) -> list[float]:
     """Return what an all-reduce by an algorithm takes of each rank's processor.
 
     Args:
@@ -65,9 +65,9 @@ def seconds(algorithm: str, layout: Layout, leaders: Sequence[int]) -> list[floa
     data = np.zeros(8 * layout.size, np.float32)
     found = []
     for rank in range(layout.size):
-        over: object = _Instant(rank, layout.size)
+        over: object = NullTransport(rank, layout.size)
         if algorithm == "hierarchical":
-            over = hierarchical.levels(_Instant(rank, layout.size), leaders, layout.machine)
+            over = hierarchical.levels(NullTransport(rank, layout.size), leaders, layout.machine)
         times = []
         for _ in range(_CALLS):
             began = time.perf_counter()

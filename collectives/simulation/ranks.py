@@ -9,16 +9,16 @@ from typing import Any, NamedTuple
 from collectives.algorithms import hierarchical
 from collectives.algorithms.hierarchical import Levels
 from collectives.core.errors import CollectiveTimeout
-from collectives.simulation.clock import NEVER, Clock, Rank
-from collectives.simulation.cluster import Cluster
-from collectives.simulation.memory import Memory
+from collectives.simulation.clock import NEVER, EventClock, SimulatedRank
+from collectives.simulation.cluster import SimulatedCluster
+from collectives.simulation.memory import SimulatedMemory
 from collectives.simulation.stages import Node, in_node
-from collectives.simulation.transport import EAGER_BYTES, Network, SimulatedTransport
+from collectives.simulation.transport import EAGER_BYTES, SimulatedFabric, SimulatedTransport
 
-__all__ = ["Access", "Ended", "first_error", "run"]
+__all__ = ["RankContext", "RankResult", "first_error", "run"]
 
 
-class Access(NamedTuple):
+class RankContext(NamedTuple):
     """What a function on a simulated rank has.
 
     Attributes:
@@ -31,11 +31,11 @@ class Access(NamedTuple):
 
     transport: SimulatedTransport
     levels: Levels | None
-    memory: Memory
-    letters: Callable[[], Access]
+    memory: SimulatedMemory
+    letters: Callable[[], RankContext]
 
 
-class Ended(NamedTuple):
+class RankResult(NamedTuple):
     """How one rank has ended.
 
     Attributes:
@@ -52,14 +52,14 @@ class Ended(NamedTuple):
 
 
 def run(
-    cluster: Cluster,
-    function: Callable[[Access], Any],
+    cluster: SimulatedCluster,
+    function: Callable[[RankContext], Any],
     *,
     payload: bool,
     eager: int = EAGER_BYTES,
     within: float = NEVER,
     progress: Callable[[int, float], None] | None = None,
-) -> list[Ended]:
+) -> list[RankResult]:
     """Call `function(access)` on every rank; all begin at the same time.
 
     Args:
@@ -77,11 +77,11 @@ def run(
         Stopped: as `Clock.run`.
         ImportError: greenlet is not installed.
     """
-    clock = Clock(cluster)
+    clock = EventClock(cluster)
     waits = cluster.waiting
     compiled = cluster.layout.compiled().machine
     networks = [
-        Network(clock, machine, waiting, payload=payload, eager=eager)
+        SimulatedFabric(clock, machine, waiting, payload=payload, eager=eager)
         for machine, waiting in ((cluster.machine, waits.python), (compiled, waits.letters))
     ]
     gamma = cluster.layout.combined(1.0)
@@ -89,32 +89,32 @@ def run(
     leaders = cluster.leaders()
     nodes: dict[int, Node] = {}
 
-    def access(rank: Rank, network: Network) -> Access:
+    def access(rank: SimulatedRank, network: SimulatedFabric) -> RankContext:
         transport = SimulatedTransport(network, rank)
         levels = None
         if several:
             levels = hierarchical.levels(transport, leaders, cluster.machine)
             if levels.node.size > 1:
-                members = [clock.ranks[levels.node.number(r)] for r in range(levels.node.size)]
+                members = [clock.ranks[levels.node.parent_rank(r)] for r in range(levels.node.size)]
                 node = nodes.setdefault(members[0].number, Node(clock, members, payload=payload))
                 levels = in_node(levels, node)
-        memory = Memory(rank, gamma, payload=payload)
-        return Access(transport, levels, memory, partial(access, rank, networks[1]))
+        memory = SimulatedMemory(rank, gamma, payload=payload)
+        return RankContext(transport, levels, memory, partial(access, rank, networks[1]))
 
-    def program(rank: Rank) -> Any:
+    def program(rank: SimulatedRank) -> Any:
         return function(access(rank, networks[0]))
 
     clock.run([partial(program, rank) for rank in clock.ranks], within, progress)
     return [
-        Ended(rank.result, None if rank.died else rank.error, rank.died, rank.now)
+        RankResult(rank.result, None if rank.died else rank.error, rank.died, rank.now)
         for rank in clock.ranks
     ]
 
 
-def first_error(ended: Sequence[Ended]) -> BaseException | None:
+def first_error(ended: Sequence[RankResult]) -> BaseException | None:
     """Return what went wrong first, which may be why others wait in vain; None if all is well."""
 
-    def order(rank: Ended) -> tuple[bool, float]:
+    def order(rank: RankResult) -> tuple[bool, float]:
         return isinstance(rank.error, CollectiveTimeout), rank.seconds  # told when all wait
 
     failed = [rank for rank in ended if rank.error is not None]

@@ -13,13 +13,13 @@ from typing import Any
 import numpy as np
 
 from collectives.algorithms import hierarchical
+from collectives.algorithms.cost_model import RankLayout
 from collectives.algorithms.hierarchical import Levels
-from collectives.algorithms.cost_model import Layout
 from collectives.arrays import reduction
 from collectives.arrays.reduction import Op
-from collectives.simulation.clock import Clock, Rank
+from collectives.simulation.clock import EventClock, SimulatedRank
+from collectives.transport.backoff import CompletedWait, describe_ranks
 from collectives.transport.transport import Deadline
-from collectives.transport.backoff import Known, named
 
 __all__ = ["Node", "in_node"]
 
@@ -33,8 +33,8 @@ class Node:
         payload: whether buffers have contents.
     """
 
-    def __init__(self, clock: Clock, ranks: Sequence[Rank], *, payload: bool) -> None:
-        self.layout: Layout = clock.cluster.layout
+    def __init__(self, clock: EventClock, ranks: Sequence[SimulatedRank], *, payload: bool) -> None:
+        self.layout: RankLayout = clock.cluster.layout
         self._waiting = clock.cluster.waiting.engine
         self.payload = payload
         self._clock = clock
@@ -69,15 +69,17 @@ class Node:
             for rank in self._ranks:
                 if rank is not own:
                     self._clock.at(start, self._wake, rank)
-            own.spend(seconds)
+            own.advance(seconds)
             return
         missing = [rank.number for n, rank in enumerate(self._ranks) if n not in self._come]
         own.wait(
-            Known(f"{named(missing)} to enter", missing, has_come=False), operation, self._waiting
+            CompletedWait(f"{describe_ranks(missing)} to enter", missing, has_come=False),
+            operation,
+            self._waiting,
         )
-        own.spend(seconds)
+        own.advance(seconds)
 
-    def _wake(self, rank: Rank) -> None:
+    def _wake(self, rank: SimulatedRank) -> None:
         if rank.waits_for is not None:  # it may have died, or heard of a death
             rank.wake(self._clock.now)
 
@@ -104,7 +106,7 @@ def _reduce_scatter(
             chunk = slice(bounds[rank], bounds[rank + 1])
             total = buffers[0].view[chunk].copy()
             for other in buffers[1:]:
-                with reduction.quiet():
+                with reduction.ignore_float_errors():
                     function(total, other.view[chunk], out=total)
             buffer.view[chunk] = total
 

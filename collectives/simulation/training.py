@@ -26,10 +26,10 @@ from collectives.simulation.cluster import check_spread
 
 __all__ = [
     "Compute",
-    "Outcome",
+    "TrainingResult",
     "all_reduce",
     "asynchronous",
-    "ready",
+    "ready_fractions",
     "servers",
     "spare_replicas",
 ]
@@ -80,7 +80,7 @@ class Compute:
 
 
 @dataclass(frozen=True)
-class Outcome:
+class TrainingResult:
     """What training came to.
 
     Attributes:
@@ -101,13 +101,13 @@ class Outcome:
         return self.steps_per_second * self.gradients
 
 
-def ready(gradients: Sequence[int]) -> list[float]:
+def ready_fractions(gradients: Sequence[int]) -> list[float]:
     """Return after which share of a step each bucket of so many bytes is ready, in their order."""
     whole = sum(gradients)
     return [1 - _BACKWARD * (1 - passed / whole) for passed in itertools.accumulate(gradients)]
 
 
-def all_reduce(drawn: Array, buckets: Sequence[tuple[float, float]]) -> Outcome:
+def all_reduce(drawn: Array, buckets: Sequence[tuple[float, float]]) -> TrainingResult:
     """Train with an all-reduce of every bucket in every step.
 
     Args:
@@ -122,10 +122,10 @@ def all_reduce(drawn: Array, buckets: Sequence[tuple[float, float]]) -> Outcome:
     ends = np.maximum(ends, slowest)
     steps, replicas = drawn.shape
     whole = float(ends.sum())
-    return Outcome(steps / whole, replicas, 1 - float(drawn.sum()) / replicas / whole)
+    return TrainingResult(steps / whole, replicas, 1 - float(drawn.sum()) / replicas / whole)
 
 
-def spare_replicas(drawn: Array, needed: int, exchange: float) -> Outcome:
+def spare_replicas(drawn: Array, needed: int, exchange: float) -> TrainingResult:
     """Train with the first `needed` gradients of each step.
 
     Who is late finishes its gradient, which is dropped, and begins with the newest step.
@@ -144,10 +144,10 @@ def spare_replicas(drawn: Array, needed: int, exchange: float) -> Outcome:
         done = begun + row
         now = float(np.partition(done, needed - 1)[needed - 1]) + exchange
         free = np.where(begun < now, done, free)
-    return Outcome(steps / now, needed, idle / replicas / now)
+    return TrainingResult(steps / now, needed, idle / replicas / now)
 
 
-def servers(drawn: Array, tasks: int, line: float) -> Outcome:
+def servers(drawn: Array, tasks: int, line: float) -> TrainingResult:
     """Train in steps of all workers through ps tasks, which get all gradients and send the values.
 
     Args:
@@ -164,10 +164,10 @@ def servers(drawn: Array, tasks: int, line: float) -> Outcome:
             arrived = max(arrived + line / tasks, float(done) + line)
         ends[step] = max(arrived, float(row.max()) + line) + own
     whole = float(ends.sum())
-    return Outcome(steps / whole, workers, 1 - float(drawn.sum()) / workers / whole)
+    return TrainingResult(steps / whole, workers, 1 - float(drawn.sum()) / workers / whole)
 
 
-def asynchronous(drawn: Array, tasks: int, line: float) -> Outcome:
+def asynchronous(drawn: Array, tasks: int, line: float) -> TrainingResult:
     """Train with workers that push and get by themselves; arguments as `servers`."""
     steps, workers = drawn.shape
     service = line / tasks
@@ -196,4 +196,4 @@ def asynchronous(drawn: Array, tasks: int, line: float) -> Outcome:
             break
         free_out = max(free_out, now) + service
         heappush(events, (max(free_out, now + line), 2, worker))
-    return Outcome(total / now, 1, max(0.0, 1 - computed / workers / now), stale / total)
+    return TrainingResult(total / now, 1, max(0.0, 1 - computed / workers / now), stale / total)

@@ -15,12 +15,12 @@ from collectives.arrays.device import DeviceBuffer
 from collectives.arrays.host_arrays import Array, raw_bytes
 from collectives.core.errors import MismatchError
 from collectives.core.links import Machine
-from collectives.simulation.clock import NEVER, Clock, Rank
-from collectives.simulation.cpu_scheduler import Waiting
-from collectives.simulation.network import Lines
-from collectives.transport.transport import Deadline, Message, Transport
+from collectives.simulation.clock import NEVER, EventClock, SimulatedRank
+from collectives.simulation.cpu_scheduler import WaitingRank
+from collectives.simulation.network import NetworkModel
+from collectives.transport.transport import Deadline, PendingMessage, Transport
 
-__all__ = ["EAGER_BYTES", "Network", "SimulatedTransport"]
+__all__ = ["EAGER_BYTES", "SimulatedFabric", "SimulatedTransport"]
 
 # What `launch` sets for Open MPI over TCP: a slice of a ring goes without asking.
 EAGER_BYTES = 270336
@@ -72,7 +72,7 @@ class _Pair:
 
     __slots__ = ("connection", "cost", "receives", "receiving", "sending", "sends", "under_way")
 
-    def __init__(self, network: Network, source: int, dest: int) -> None:
+    def __init__(self, network: SimulatedFabric, source: int, dest: int) -> None:
         self.connection = network.lines.connect(source, dest, self._arrive)
         self.cost = network.lines.cost(source, dest)
         # Seconds of a byte, of the programs that share their cores.
@@ -112,7 +112,7 @@ def _bytes(memory: Any) -> Array:
     return raw_bytes(memory.view if isinstance(memory, DeviceBuffer) else memory)
 
 
-class Network:
+class SimulatedFabric:
     """What the transports of all ranks of a cluster share.
 
     Args:
@@ -125,16 +125,16 @@ class Network:
 
     def __init__(
         self,
-        clock: Clock,
+        clock: EventClock,
         machine: Machine,
-        waiting: Waiting,
+        waiting: WaitingRank,
         *,
         payload: bool,
         eager: int = EAGER_BYTES,
     ) -> None:
         self.clock = clock
         self.waiting = waiting
-        self.lines = Lines(clock, machine)
+        self.lines = NetworkModel(clock, machine)
         self.payload = payload
         self.eager = eager
         self._pairs: dict[tuple[int, int], _Pair] = {}
@@ -155,20 +155,20 @@ class SimulatedTransport(Transport):
         simulated: this one.
     """
 
-    def __init__(self, network: Network, simulated: Rank) -> None:
+    def __init__(self, network: SimulatedFabric, simulated: SimulatedRank) -> None:
         self.simulated = simulated
         self.rank, self.size = simulated.number, simulated.size
         self._network = network
         self._to: dict[int, _Pair] = {}
         self._from: dict[int, _Pair] = {}
 
-    def _start_send(self, data: Array, dest: int) -> Message:
+    def _start_send(self, data: Array, dest: int) -> PendingMessage:
         network, rank = self._network, self.simulated
         pair = self._to.get(dest)
         if pair is None:
             pair = self._to[dest] = network.pair(self.rank, dest)
         first = min(data.nbytes, _PIECE_BYTES)
-        rank.spend(pair.cost + pair.sending * first if pair.sending else pair.cost)
+        rank.advance(pair.cost + pair.sending * first if pair.sending else pair.cost)
         send = _End(self, data, dest, "receive")
         if not network.payload:
             send.memory = None
@@ -179,7 +179,7 @@ class SimulatedTransport(Transport):
             pair.sends.append(send)
         if send.nbytes <= network.eager:
             if pair.sending and send.nbytes > first:
-                rank.spend(pair.sending * (send.nbytes - first))
+                rank.advance(pair.sending * (send.nbytes - first))
             send.when = rank.now
             if send.memory is not None:
                 send.memory = _bytes(data).copy()
@@ -188,13 +188,13 @@ class SimulatedTransport(Transport):
             self._answer(pair, send, receive)
         return send
 
-    def _start_receive(self, into: Array, source: int) -> Message:
+    def _start_receive(self, into: Array, source: int) -> PendingMessage:
         network, rank = self._network, self.simulated
         pair = self._from.get(source)
         if pair is None:
             pair = self._from[source] = network.pair(source, self.rank)
         if rank.now >= rank.dies:
-            rank.spend(0.0)
+            rank.advance(0.0)
         receive = _End(self, into, source, "send")
         receive.cost = pair.cost
         if pair.receiving:
@@ -219,7 +219,7 @@ class SimulatedTransport(Transport):
         pair.under_way.append(send)
         pair.connection.send(ready, send.nbytes)
 
-    def wait(self, messages: Sequence[Message], deadline: Deadline) -> None:
+    def wait(self, messages: Sequence[PendingMessage], deadline: Deadline) -> None:
         """Wait on the clock of the cluster.
 
         The deadline's limit, which is one of real time, does not count: where nothing is on its way
@@ -234,7 +234,7 @@ class SimulatedTransport(Transport):
             elif message.when > rank.now:
                 rank.sleep(message.when, message, deadline.operation, self._network.waiting)
             if message.cost:
-                rank.spend(message.cost)
+                rank.advance(message.cost)
                 message.cost = 0.0
             other = message.other
             if message.verb == "send" and other is not None and other.nbytes != message.nbytes:
@@ -243,10 +243,10 @@ class SimulatedTransport(Transport):
                     f"expected {message.nbytes} bytes, got {other.nbytes} ({self.where})"
                 )
 
-    def look_around(self, operation: str, peers: Sequence[int] = ()) -> None:
+    def check_peers(self, operation: str, peers: Sequence[int] = ()) -> None:
         """Raise if a rank is known to be dead."""
         if self._network.clock.dead:
-            raise self.simulated.of_the_dead(operation)
+            raise self.simulated.from_failed(operation)
 
     def split(self, color: int | None, key: int) -> Transport | None:
         """Refuse: what is simulated runs below communicators."""

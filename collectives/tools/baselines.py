@@ -11,8 +11,9 @@ from typing import Any
 
 import numpy as np
 
-from collectives.core import settings; from collectives import world
+from collectives import world
 from collectives.arrays.host_arrays import Array
+from collectives.core import settings
 from collectives.launch import processes
 from collectives.tools import info
 

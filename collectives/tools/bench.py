@@ -32,15 +32,16 @@ from typing import Any
 
 import numpy as np
 
-from collectives.core import topology; from collectives import world
+from collectives import world
 from collectives.algorithms import selection
 from collectives.arrays.host_arrays import Array, raw_bytes
 from collectives.arrays.reduction import MAX, Op
 from collectives.communicator import Communicator
-from collectives.tools import info, baselines, plot, oracle, byte_sizes
+from collectives.core import topology
+from collectives.tools import baselines, byte_sizes, info, oracle, plot
 from collectives.tools.baselines import PEERS
 
-__all__ = ["OPERATIONS", "Options", "bus_factor", "measure", "run"]
+__all__ = ["OPERATIONS", "BenchOptions", "bus_factor", "measure", "run"]
 
 OPERATIONS = [name for name in selection.ALGORITHMS if name != "barrier"]
 
@@ -64,7 +65,7 @@ _Call = Callable[[], object]
 
 
 @dataclass(frozen=True)
-class Options:
+class BenchOptions:
     """What to measure.
 
     Args:
@@ -115,7 +116,7 @@ class Options:
         return plannable and min(self.sizes) <= SMALL_BYTES
 
 
-def run(options: Options, to_json: Path | None = None, to_plot: Path | None = None) -> int:
+def run(options: BenchOptions, to_json: Path | None = None, to_plot: Path | None = None) -> int:
     """Measure and print a table on rank 0; *collective* over the world.
 
     Args:
@@ -143,7 +144,9 @@ def run(options: Options, to_json: Path | None = None, to_plot: Path | None = No
     return status
 
 
-def _table(comm: Communicator, options: Options, to_json: Path | None, to_plot: Path | None) -> int:
+def _table(
+    comm: Communicator, options: BenchOptions, to_json: Path | None, to_plot: Path | None
+) -> int:
     facts = {**info.gather_facts(comm), "machine": info.machine(comm)}
     names = {peer: baselines.name(peer) for peer in options.peers}
     heads = [*_COLUMNS, *(f"x {name}" for name in names.values()), "error"]
@@ -179,7 +182,7 @@ def bus_factor(operation: str, size: int) -> float:
     return 1.0 if operation in ("reduce", "broadcast") else (size - 1) / size
 
 
-def measure(comm: Communicator, options: Options, nbytes: int) -> dict[str, Any]:
+def measure(comm: Communicator, options: BenchOptions, nbytes: int) -> dict[str, Any]:
     """Measure one size; *collective*. Returns the row on all ranks, times in seconds."""
     dtype = oracle.DTYPES[options.dtype]
     count = max(1, nbytes // dtype.itemsize)
@@ -215,7 +218,7 @@ def measure(comm: Communicator, options: Options, nbytes: int) -> dict[str, Any]
 
 
 def _ours(
-    comm: Communicator, options: Options, x: Array, op: Op | None
+    comm: Communicator, options: BenchOptions, x: Array, op: Op | None
 ) -> tuple[_Call, Callable[[], Any]]:
     """Return a call to be timed, and one that gives a result to be checked."""
     if options.through != "call":
@@ -251,7 +254,7 @@ def _times(comm: Communicator, cases: dict[str, _Call]) -> dict[str, list[float]
     plans = {}
     for name, call in cases.items():
         call()
-        first = min(_timed(comm, call, 1) for _ in range(3))
+        first = min(_time(comm, call, 1) for _ in range(3))
         # Every rank has to make the same number of calls.
         seconds = max(float(comm.allreduce(first, op=MAX)), 1e-8)
         batch = max(1, round(BATCH_SECONDS / seconds))
@@ -261,11 +264,11 @@ def _times(comm: Communicator, cases: dict[str, _Call]) -> dict[str, list[float]
     for _ in range(_TURNS):
         for name, call in cases.items():
             batch, batches = plans[name]
-            own[name] += [_timed(comm, call, batch) for _ in range(batches)]
+            own[name] += [_time(comm, call, batch) for _ in range(batches)]
     return {name: comm.allreduce(np.array(times), op=MAX).tolist() for name, times in own.items()}
 
 
-def _timed(comm: Communicator, call: _Call, batch: int) -> float:
+def _time(comm: Communicator, call: _Call, batch: int) -> float:
     comm.barrier()
     began = time.perf_counter()
     for _ in range(batch):
@@ -273,7 +276,7 @@ def _timed(comm: Communicator, call: _Call, batch: int) -> float:
     return (time.perf_counter() - began) / batch
 
 
-def _error(got: Any, right: oracle.Exact | None) -> float:
+def _error(got: Any, right: oracle.Expected | None) -> float:
     """Return the greatest error of this rank's result, relative to its greatest magnitude."""
     if right is None or not right.values.size:
         return 0.0
@@ -283,10 +286,10 @@ def _error(got: Any, right: oracle.Exact | None) -> float:
     return float(difference / np.abs(right.values).max())
 
 
-def _heading(options: Options, facts: dict[str, Any], heads: Sequence[str]) -> str:
+def _heading(options: BenchOptions, facts: dict[str, Any], heads: Sequence[str]) -> str:
     what = f"{options.operation} {options.dtype}, {options.algorithm}, through {options.through}"
     where = f"{facts['ranks']} ranks, {len(facts['nodes'])} nodes; {facts['machine']}"
-    return f"{what}\n{where}\n{facts['mpi_library']}\n{_aligned(heads, heads)}"
+    return f"{what}\n{where}\n{facts['mpi_library']}\n{_align(heads, heads)}"
 
 
 def _line(row: dict[str, Any], heads: Sequence[str]) -> str:
@@ -294,9 +297,9 @@ def _line(row: dict[str, Any], heads: Sequence[str]) -> str:
     cells += [f"{1e6 * row[name]:.2f}" for name in ("median", "p99", "max")]
     cells += [f"{row[name] / 1e9:.3f}" for name in ("algbw", "busbw")]
     cells += [f"{ratio:.2f}" for ratio in row["ratios"].values()]
-    return _aligned([*cells, f"{row['error']:.1e}"], heads)
+    return _align([*cells, f"{row['error']:.1e}"], heads)
 
 
-def _aligned(cells: Sequence[str], heads: Sequence[str]) -> str:
+def _align(cells: Sequence[str], heads: Sequence[str]) -> str:
     pairs = zip(cells, heads, strict=True)
     return "  ".join(cell.rjust(max(10, len(head))) for cell, head in pairs)

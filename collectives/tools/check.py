@@ -22,14 +22,15 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives import communicator, world; from collectives.core import settings
+from collectives import communicator, world
 from collectives.algorithms import selection
 from collectives.arrays.reduction import Op
 from collectives.communicator import Communicator
+from collectives.core import settings
 from collectives.core.errors import CollectiveError, some
 from collectives.launch import processes
 from collectives.tools import environment, oracle
-from collectives.tools.environment import Line
+from collectives.tools.environment import CheckLine
 from collectives.transport.mpi import MpiTransport
 
 __all__ = ["run"]
@@ -48,7 +49,7 @@ SMALL_COUNTS = (0, 1, 37)
 LARGE_BYTES = 1 << 20
 
 
-class _Case(NamedTuple):
+class _CheckCase(NamedTuple):
     operation: str
     op: Op | None
     dtype: str
@@ -123,7 +124,7 @@ def _run(limit: float) -> int:
 
 def _lines(
     mpi_world: Any, reports: Communicator, configuration: settings.Settings
-) -> Iterator[Line]:
+) -> Iterator[CheckLine]:
     """Make the lines one after the other; the same ones on all ranks."""
     yield from environment.versions(reports)
     yield environment.threads(reports)
@@ -142,7 +143,7 @@ def _lines(
             yield told
 
 
-def _operation(comm: Communicator, reports: Communicator, operation: str) -> tuple[Line, bool]:
+def _operation(comm: Communicator, reports: Communicator, operation: str) -> tuple[CheckLine, bool]:
     """Check one operation; also tells whether the communicator can go on being used."""
     cases = list(_cases(operation, comm.size))
     wrong, error = None, None  # the first wrong result; why this ended early
@@ -160,32 +161,32 @@ def _operation(comm: Communicator, reports: Communicator, operation: str) -> tup
     intact = not any(why for _, why in findings)
     if bad:
         text = f"on {len({b.split(':')[0] for b in bad})} ranks; {some(bad, 3)}"
-        return Line(operation, "FAILED", text), intact
+        return CheckLine(operation, "FAILED", text), intact
     dtypes = len({case.dtype for case in cases if case.size})
     names = " ".join(dict.fromkeys(case.algorithm for case in cases))
     of = f" of {dtypes} dtypes" if dtypes else ""
-    return Line(operation, "ok", f"{len(cases)} cases{of}; {names}"), intact
+    return CheckLine(operation, "ok", f"{len(cases)} cases{of}; {names}"), intact
 
 
-def _cases(operation: str, size: int) -> Iterator[_Case]:
+def _cases(operation: str, size: int) -> Iterator[_CheckCase]:
     """List the cases of one operation: all dtypes by "auto", float32 by every algorithm."""
     others = list(selection.ALGORITHMS[operation])
     if operation == "barrier":
-        yield from (_Case(operation, None, "", 0, name) for name in ("auto", *others))
+        yield from (_CheckCase(operation, None, "", 0, name) for name in ("auto", *others))
         return
     for name, dtype in oracle.DTYPES.items():
         ops = oracle.ops(operation, dtype)
         for op in ops:
             for count in SMALL_COUNTS:
-                yield _Case(operation, op, name, count, "auto")
-        yield _Case(operation, ops[0], name, LARGE_BYTES // dtype.itemsize, "auto")
+                yield _CheckCase(operation, op, name, count, "auto")
+        yield _CheckCase(operation, ops[0], name, LARGE_BYTES // dtype.itemsize, "auto")
     for algorithm in others:
         op = oracle.ops(operation, np.dtype(np.float32))[0]
         for count in (37, LARGE_BYTES // 4):
-            yield _Case(operation, op, "float32", count, algorithm)
+            yield _CheckCase(operation, op, "float32", count, algorithm)
 
 
-def _try(comm: Communicator, case: _Case) -> str | None:
+def _try(comm: Communicator, case: _CheckCase) -> str | None:
     """Run one case; says what is wrong with this rank's result, None if nothing is."""
     if case.operation == "barrier":
         comm.barrier(algorithm=case.algorithm)
@@ -201,4 +202,4 @@ def _try(comm: Communicator, case: _Case) -> str | None:
     got = call(inputs[comm.rank], algorithm=case.algorithm, **how)
     if got is not None and got.dtype != dtype:
         return f"dtype {got.dtype} instead of {dtype}"
-    return oracle.wrong(got, oracle.result(case.operation, case.op, inputs, comm.rank, root))
+    return oracle.mismatch(got, oracle.result(case.operation, case.op, inputs, comm.rank, root))

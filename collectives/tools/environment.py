@@ -23,7 +23,7 @@ from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline
 
 __all__ = [
-    "Line", "Verdict", "bandwidth", "clocks", "node_engine", "stores", "threads", "versions",
+    "CheckLine", "Verdict", "bandwidth", "clocks", "node_engine", "stores", "threads", "versions",
 ]  # fmt: skip
 
 Verdict = Literal["ok", "note", "FAILED"]
@@ -38,7 +38,7 @@ BANDWIDTH_BYTES = 64 << 20
 MOST_COPIES = 20.0
 
 
-class Line(NamedTuple):
+class CheckLine(NamedTuple):
     """One line of the report; a note changes nothing about the exit status."""
 
     name: str
@@ -55,7 +55,7 @@ class _Keep(logging.Handler):
         self.text = record.getMessage()
 
 
-def versions(reports: Communicator) -> Iterator[Line]:
+def versions(reports: Communicator) -> Iterator[CheckLine]:
     """Compare what is installed on all ranks, and name those that differ."""
     everywhere = reports.allgather_object(info.versions())
     for name in everywhere[0]:
@@ -63,20 +63,20 @@ def versions(reports: Communicator) -> Iterator[Line]:
         usual, number = Counter(found).most_common(1)[0]
         others = [f"rank {r} has {v}" for r, v in enumerate(found) if v != usual]
         if not others:
-            yield Line(name, "ok", usual)
+            yield CheckLine(name, "ok", usual)
         else:
             text = f"{number} of {len(found)} ranks have {usual}, but {some(others)}"
-            yield Line(name, "FAILED", text)
+            yield CheckLine(name, "FAILED", text)
 
 
-def threads(reports: Communicator) -> Line:
+def threads(reports: Communicator) -> CheckLine:
     """Say what the MPI library lets threads do; requests need "multiple"."""
     levels = Counter(reports.allgather_object(info.thread_level()))
     text = ", ".join(f"{level} on {n} ranks" for level, n in levels.items())
-    return Line("MPI threads", "ok" if list(levels) == ["multiple"] else "note", text)
+    return CheckLine("MPI threads", "ok" if list(levels) == ["multiple"] else "note", text)
 
 
-def clocks(transport: MpiTransport, reports: Communicator, limit: float) -> Line:
+def clocks(transport: MpiTransport, reports: Communicator, limit: float) -> CheckLine:
     """Compare the ranks' clocks with that of rank 0, each by its fastest of 16 round trips."""
     problem, worst = None, (0.0, 0.0, 0)
     deadline = Deadline("clock", limit)
@@ -103,14 +103,14 @@ def clocks(transport: MpiTransport, reports: Communicator, limit: float) -> Line
     problems = [f"rank {r}: {p}" for r, p in enumerate(reports.allgather_object(problem)) if p]
     skew, trip, rank = reports.broadcast_object(worst)
     if problems:
-        return Line("clocks", "FAILED", problems[0])
+        return CheckLine("clocks", "FAILED", problems[0])
     text = f"at most {1e3 * skew:.3f} ms from rank 0"
     if rank:
         text += f" (rank {rank}, known to {5e2 * trip:.3f} ms)"
-    return Line("clocks", "note" if skew > SKEW_SECONDS else "ok", text)
+    return CheckLine("clocks", "note" if skew > SKEW_SECONDS else "ok", text)
 
 
-def node_engine(comm: Communicator, reports: Communicator, shared_memory: str | None) -> Line:
+def node_engine(comm: Communicator, reports: Communicator, shared_memory: str | None) -> CheckLine:
     """Say whether the ranks meet in shared memory, in the first call on `comm`."""
     warned = _Keep()
     logger = logging.getLogger("collectives")
@@ -126,30 +126,30 @@ def node_engine(comm: Communicator, reports: Communicator, shared_memory: str | 
     warnings = [text for text in reports.allgather_object(warned.text) if text]
     warning = warnings[0] if warnings else ""
     if refusal is None:
-        return Line("node engine", "ok", "in use: ranks meet in shared memory")
+        return CheckLine("node engine", "ok", "in use: ranks meet in shared memory")
     if comm.size == 1:
-        return Line("node engine", "ok", "not in use: there is one rank")
+        return CheckLine("node engine", "ok", "not in use: there is one rank")
     if comm.num_nodes == comm.size:
-        return Line("node engine", "ok", "not in use: there is one rank on each node")
+        return CheckLine("node engine", "ok", "not in use: there is one rank on each node")
     if shared_memory is None:
-        return Line("node engine", "note", "not in use: UNISONO_SHARED_MEMORY=off")
+        return CheckLine("node engine", "note", "not in use: UNISONO_SHARED_MEMORY=off")
     if comm.num_nodes > 1 and not warnings:
         text = f"in use inside each of {comm.num_nodes} nodes, with messages between them"
-        return Line("node engine", "ok", text)
+        return CheckLine("node engine", "ok", text)
     if comm.num_nodes > 1:
         text = f"not in use on {len(warnings)} of {comm.num_nodes} nodes: {warning}"
-        return Line("node engine", "note", text)
-    return Line("node engine", "note", f"not in use: {warning or refusal}")
+        return CheckLine("node engine", "note", text)
+    return CheckLine("node engine", "note", f"not in use: {warning or refusal}")
 
 
-def stores(comm: Communicator, reports: Communicator) -> Line | None:
+def stores(comm: Communicator, reports: Communicator) -> CheckLine | None:
     """Say how ranks hand bytes over in shared memory, after `bandwidth`; None if none does."""
     told = reports.allgather_object(comm.node_engine.stores if comm.node_engine else None)
     text = info.stores(told)
-    return Line("stores", "ok", text) if text else None
+    return CheckLine("stores", "ok", text) if text else None
 
 
-def bandwidth(comm: Communicator, reports: Communicator) -> Line:
+def bandwidth(comm: Communicator, reports: Communicator) -> CheckLine:
     """Compare a large all-reduce with all ranks copying as many bytes at once."""
     error, rounds = None, []
     try:
@@ -169,7 +169,7 @@ def bandwidth(comm: Communicator, reports: Communicator) -> Line:
     found = reports.allgather_object((rounds[1:], error))
     problems = [f"rank {r}: {e}" for r, (_, e) in enumerate(found) if e]
     if problems:
-        return Line("bandwidth", "FAILED", problems[0])
+        return CheckLine("bandwidth", "FAILED", problems[0])
     # The slowest rank's time of each round; the first round touches the memory.
     each = [max(rank[i][0] for rank, _ in found) for i in range(3)]
     copies = [max(rank[i][1] for rank, _ in found) for i in range(3)]
@@ -180,4 +180,4 @@ def bandwidth(comm: Communicator, reports: Communicator) -> Line:
         f"all-reduce of 64 MiB in {1e3 * reduced:.1f} ms, {rate:.2f} GB/s per rank; "
         f"{reduced / copied:.1f} x a plain copy of all ranks at once"
     )
-    return Line("bandwidth", "note" if slow else "ok", text)
+    return CheckLine("bandwidth", "note" if slow else "ok", text)

@@ -10,15 +10,24 @@ from collections.abc import Sequence
 from dataclasses import replace
 from typing import NamedTuple
 
-from collectives.core import links, tuning_file
 from collectives.algorithms import selection
-from collectives.algorithms.cost_model import Layout
-from collectives.node import kernel_selection
+from collectives.algorithms.cost_model import RankLayout
 from collectives.calls import signature_check
+from collectives.core import links, tuning_file
 from collectives.core.settings import Settings, Stores
+from collectives.node import kernel_selection
 from collectives.tools import byte_sizes
 
-__all__ = ["Point", "Question", "curve", "doubled", "drawn", "picked", "rests_on", "table"]
+__all__ = [
+    "CurvePoint",
+    "Question",
+    "curve",
+    "doubled",
+    "ascii_bars",
+    "pick",
+    "provenance",
+    "table",
+]
 
 # What may travel with the comparison; the others bring rows whose numbers it has to carry.
 _TOGETHER = ("allreduce", "barrier", "broadcast", "reduce", "reduce_scatter", "scatter")
@@ -55,7 +64,9 @@ class Question(NamedTuple):
         return f"{self.operation}, {byte_sizes.size_text(self.nbytes)} bytes"
 
 
-def table(question: Question, layout: Layout, known: links.Links, stores: Stores = "auto") -> str:
+def table(
+    question: Question, layout: RankLayout, known: links.MeasuredMachine, stores: Stores = "auto"
+) -> str:
     """Lay out what each algorithm should take, fastest first, for people.
 
     Args:
@@ -68,7 +79,7 @@ def table(question: Question, layout: Layout, known: links.Links, stores: Stores
         ValueError: as `selection.estimate`.
     """
     times = selection.estimate(*question, layout)
-    auto, seconds = picked(question, layout)
+    auto, seconds = pick(question, layout)
     rows = [
         f"{question}, {layout.size} ranks on {layout.num_nodes} nodes",
         links.table(known),
@@ -96,17 +107,19 @@ def _handed_over(question: Question, ranks: int) -> list[str]:
     """Say in which kind of call private arrays are reduced for all ranks of a node."""
     if question.operation != "allreduce":
         return []
-    kinds = [kernel_selection.way(question.nbytes, ranks, halves=halves) for halves in (False, True)]
+    kinds = [
+        kernel_selection.select(question.nbytes, ranks, halves=halves) for halves in (False, True)
+    ]
     said = f"Private arrays go in {_WAYS[kinds[0]]}"
     return [said + ("." if kinds[0] == kinds[1] else f", 16-bit floats in {_WAYS[kinds[1]]}.")]
 
 
-def rests_on(configuration: Settings, known: links.Links) -> str:
+def provenance(configuration: Settings, known: links.MeasuredMachine) -> str:
     """Say how the links of a file were measured, and that the rest follows from them."""
     file = tuning_file.path(configuration)
     if file is None or not any(str(file) in source for source in known.sources):
         return "The links are defaults or settings; `tune` measures those of a cluster."
-    facts = tuning_file.facts(file)
+    facts = tuning_file.metadata(file)
     ranks, nodes, when = (facts.get(name, "?") for name in ("ranks", "nodes", "when"))
     return (
         f"The links of the file were measured with {ranks} ranks on {nodes} nodes, {when}; what "
@@ -114,7 +127,7 @@ def rests_on(configuration: Settings, known: links.Links) -> str:
     )
 
 
-class Point(NamedTuple):
+class CurvePoint(NamedTuple):
     """What a call should take on some nodes."""
 
     nodes: int
@@ -124,7 +137,7 @@ class Point(NamedTuple):
     times: dict[str, float]  # of each algorithm, without it
 
 
-def curve(question: Question, layout: Layout, most: int) -> list[Point]:
+def curve(question: Question, layout: RankLayout, most: int) -> list[CurvePoint]:
     """Return what a call should take on 1, 2, 4 ... nodes.
 
     Args:
@@ -144,7 +157,7 @@ def curve(question: Question, layout: Layout, most: int) -> list[Point]:
     for nodes in doubled(most):
         spread = replace(layout, size=nodes * layout.per_node, num_nodes=nodes)
         times = selection.estimate(*question, spread)
-        points.append(Point(nodes, spread.size, *picked(question, spread), times))
+        points.append(CurvePoint(nodes, spread.size, *pick(question, spread), times))
     return points
 
 
@@ -153,7 +166,7 @@ def doubled(most: int) -> list[int]:
     return [*(1 << n for n in range((most - 1).bit_length())), most]
 
 
-def drawn(points: Sequence[Point]) -> str:
+def ascii_bars(points: Sequence[CurvePoint]) -> str:
     """Draw a curve for people; equal steps of a bar are equal factors of time."""
     times = [point.seconds for point in points if point.seconds > 0]
     least = min(times, default=1.0)
@@ -168,7 +181,7 @@ def drawn(points: Sequence[Point]) -> str:
     return "\n".join(rows)
 
 
-def picked(question: Question, layout: Layout) -> tuple[str, float]:
+def pick(question: Question, layout: RankLayout) -> tuple[str, float]:
     """Return what "auto" does, and what that should take with the comparison of the call."""
     auto = selection.automatic(*question, layout)
     seconds = selection.estimate(*question, layout)[auto]
@@ -179,8 +192,8 @@ def picked(question: Question, layout: Layout) -> tuple[str, float]:
     return auto, signature_check.seconds(0, layout) + layout.call + seconds
 
 
-def _most_together(operation: str, layout: Layout) -> int:
+def _most_together(operation: str, layout: RankLayout) -> int:
     """Return how many bytes travel with the comparison; -1 where the operation never does."""
     if operation == "allreduce":
-        return signature_check.most(layout)
-    return signature_check.CARRIED_BYTES if operation in _TOGETHER else -1
+        return signature_check.max_piggyback_bytes(layout)
+    return signature_check.MAX_PAYLOAD_BYTES if operation in _TOGETHER else -1

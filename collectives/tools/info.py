@@ -12,13 +12,13 @@ from typing import Any
 
 import numpy as np
 
-from collectives.core import links
-from collectives.communicator import Communicator
-from collectives.launch import open_mpi, processes
 from collectives.calls import shared_settings
+from collectives.communicator import Communicator
+from collectives.core import links
 from collectives.core.settings import Settings
-from collectives.transport.backoff import named
 from collectives.core.version import __version__
+from collectives.launch import open_mpi, processes
+from collectives.transport.backoff import describe_ranks
 
 __all__ = [
     "gather_facts", "library_name", "machine", "stores", "table", "thread_level", "versions",
@@ -47,7 +47,9 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
     from mpi4py import MPI
 
     names = comm.allgather_object((comm.node_rank, platform.node()))
-    settings = open_mpi.settings({}, cores=1) if "Open MPI" in processes.library() else {}
+    settings = (
+        open_mpi.recommended_settings({}, cores=1) if "Open MPI" in processes.library() else {}
+    )
     mpi_set = {k: os.environ[k] for k in settings if k in os.environ}
     return {
         "unisono": __version__,
@@ -86,7 +88,7 @@ def _threads(chosen: Settings) -> dict[str, Any]:
     }
 
 
-def _links(known: links.Links) -> dict[str, dict[str, Any]]:
+def _links(known: links.MeasuredMachine) -> dict[str, dict[str, Any]]:
     """Return the costs of the links that "auto" goes by, in seconds, and where they come from."""
     return {
         name: {**link._asdict(), "from": source}
@@ -104,7 +106,7 @@ def stores(told: Sequence[tuple[str, int] | None]) -> str | None:
     if not found:
         return None
     ways = sorted({way for way, _ in found.values()})
-    each = [f"{way} on {named([r for r in found if found[r][0] == way])}" for way in ways]
+    each = [f"{way} on {describe_ranks([r for r in found if found[r][0] == way])}" for way in ways]
     times = [time for _, time in found.values()]
     why = f"a line that another core has takes {min(times)} to {max(times)} ns"
     return f"{', '.join(each)}; {why if all(times) else 'not measured'}"

@@ -28,18 +28,18 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-from collectives.core import topology
-from collectives.algorithms import recursive_doubling, eager, ring, selection, tree
+from collectives.algorithms import eager, recursive_doubling, ring, selection, tree
 from collectives.arrays import reduction
 from collectives.arrays.host_arrays import address
 from collectives.arrays.reduction import MAX
 from collectives.communicator import Communicator
-from collectives.core.links import Link
+from collectives.core import topology
+from collectives.core.links import LinkCost
 from collectives.node import kernel_selection
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["Case", "Clock", "algorithms", "fitted", "measure"]
+__all__ = ["Case", "MeasuringClock", "algorithms", "fitted", "measure"]
 
 # Bytes of a message, or an array. The smallest gives alpha; the largest, many slices, beta. Those
 # between tell where a network is so slow that the next one would take too long.
@@ -65,7 +65,7 @@ class Case(NamedTuple):
     steps: int = 1  # among which the time of a call is shared; equal on all ranks
 
 
-class Clock:
+class MeasuringClock:
     """Times calls on all ranks of a communicator; its methods are *collective*."""
 
     def __init__(self, comm: Communicator) -> None:
@@ -84,10 +84,10 @@ class Clock:
         counts: dict[str, tuple[int, int]] = {}
         times: dict[str, list[float]] = {}
         for name, case in cases.items():
-            self._timed(case, 1)  # connects the ranks and touches the memory
-            firsts = [self._timed(case, 1)]
+            self._time(case, 1)  # connects the ranks and touches the memory
+            firsts = [self._time(case, 1)]
             while len(firsts) < 3 and sum(firsts) * case.steps < share / 2:
-                firsts.append(self._timed(case, 1))
+                firsts.append(self._time(case, 1))
             times[name] = [min(firsts)]
             whole = max(min(firsts) * case.steps, 1e-7)
             batch = max(1, round(_BATCH_SECONDS / whole))
@@ -96,7 +96,7 @@ class Clock:
         for _ in range(_TURNS):
             for name, case in cases.items():
                 batch, batches = counts[name]
-                times[name] += [self._timed(case, batch) for _ in range(batches)]
+                times[name] += [self._time(case, batch) for _ in range(batches)]
         return {name: self._typical(own) for name, own in times.items()}
 
     def _typical(self, own: list[float]) -> float:
@@ -105,7 +105,7 @@ class Clock:
         self.noise.append(statistics.median(times) / quartile)
         return quartile
 
-    def _timed(self, case: Case, batch: int) -> float:
+    def _time(self, case: Case, batch: int) -> float:
         """Return the seconds of a step, the same on all ranks: those of the slowest."""
         deadline = self.comm.deadline("tune")
         tree.barrier(self.transport, deadline)
@@ -117,7 +117,7 @@ class Clock:
         return float(spent[0])
 
 
-def measure(clock: Clock, seconds: float) -> dict[str, Link]:
+def measure(clock: MeasuringClock, seconds: float) -> dict[str, LinkCost]:
     """Measure every link that there is between the ranks.
 
     Args:
@@ -135,7 +135,7 @@ def measure(clock: Clock, seconds: float) -> dict[str, Link]:
     with_company = bool(comm.allreduce(comm.local_size > 1, op=MAX))
     if with_company:
         found["node"] = _messages(clock, levels.node, comm.layout.per_node, share, gamma)
-        shared = _shared(clock, share)
+        shared = _measure_shared(clock, share)
         if shared is not None:
             found["shared"] = shared
     if comm.num_nodes > 1:
@@ -147,7 +147,7 @@ def measure(clock: Clock, seconds: float) -> dict[str, Link]:
     return comm.broadcast_object(found)  # processors may differ in the last bits of a fit
 
 
-def _gamma(clock: Clock, seconds: float) -> float:
+def _gamma(clock: MeasuringClock, seconds: float) -> float:
     times = clock.times({str(nbytes): _sum(nbytes) for nbytes in _COMBINED}, seconds)
     return fitted([[1.0, nbytes] for nbytes in _COMBINED], list(times.values()))[1]
 
@@ -159,8 +159,8 @@ def _sum(nbytes: int) -> Case:
 
 
 def _messages(
-    clock: Clock, ranks: Transport | None, most: int, seconds: float, gamma: float
-) -> Link:
+    clock: MeasuringClock, ranks: Transport | None, most: int, seconds: float, gamma: float
+) -> LinkCost:
     """Return what messages cost.
 
     Args:
@@ -182,10 +182,10 @@ def _messages(
     case = Case(_exchange(ranks), steps=steps + 2 * (most != 1 << steps))
     cases = {"letter": case, "program": Case(_stream(ranks), steps=2 * _STREAM)}
     small = clock.times(cases, 2 * seconds / len(SIZES))
-    return Link(alpha, beta, gamma, small["letter"], small["program"])
+    return LinkCost(alpha, beta, gamma, small["letter"], small["program"])
 
 
-def _call(clock: Clock, seconds: float) -> float:
+def _call(clock: MeasuringClock, seconds: float) -> float:
     """Return what Python takes for a call by messages besides its messages."""
     comm, transport = clock.comm, clock.transport
     data = np.zeros(2, np.float32)
@@ -193,7 +193,9 @@ def _call(clock: Clock, seconds: float) -> float:
     cases = {
         "whole": Case(lambda deadline: comm.allreduce(data, **how)),
         "comparison": Case(_exchange(transport)),
-        "algorithm": Case(lambda deadline: recursive_doubling.allreduce(transport, data, MAX, deadline)),
+        "algorithm": Case(
+            lambda deadline: recursive_doubling.allreduce(transport, data, MAX, deadline)
+        ),
     }
     whole, *parts = clock.times(cases, seconds).values()
     return max(0.0, whole - sum(parts))
@@ -228,10 +230,10 @@ def _exchange(ranks: Transport | None) -> Call:
     if ranks is None or ranks.size == 1:
         return _nothing
     data = np.zeros(1)
-    if ranks.in_c is None:
+    if ranks.native_mpi is None:
         return lambda deadline: recursive_doubling.allreduce(ranks, data, reduction.MAX, deadline)
-    small = eager.Letters(ranks, data.nbytes)
-    block = eager.Block(small, data.dtype, data.size, reduction.MAX, fill=True)
+    small = eager.EagerExchange(ranks, data.nbytes)
+    block = eager.EagerBlock(small, data.dtype, data.size, reduction.MAX, fill=True)
 
     def exchange(deadline: Deadline) -> None:
         block.words[eager.HASH], block.words[eager.INVERSE] = 0, ~0
@@ -245,7 +247,7 @@ def _nothing(deadline: Deadline) -> None:
     pass
 
 
-def _shared(clock: Clock, seconds: float) -> Link | None:
+def _measure_shared(clock: MeasuringClock, seconds: float) -> LinkCost | None:
     """Return the node engine's link; None on all ranks where no node has an engine."""
     comm = clock.comm
     node = comm.split(comm.node_rank)
@@ -258,13 +260,13 @@ def _shared(clock: Clock, seconds: float) -> Link | None:
         cases = {str(nbytes): _meeting(node if meets else None, nbytes) for nbytes in SIZES}
         times = list(clock.times(cases, seconds).values())
     ranks = int(comm.allreduce(comm.local_size, op=MAX))
-    per_call, per_byte = Link(1.0, 0.0, 0.0), Link(0.0, 1.0, 1.0)
+    per_call, per_byte = LinkCost(1.0, 0.0, 0.0), LinkCost(0.0, 1.0, 1.0)
     factors = [
         [kernel_selection.reduce_seconds(nbytes, ranks, unit) for unit in (per_call, per_byte)]
         for nbytes in SIZES
     ]
     alpha, beta = fitted(factors, times)
-    return Link(alpha, beta, beta)
+    return LinkCost(alpha, beta, beta)
 
 
 def _meeting(node: Communicator | None, nbytes: int) -> Case:
@@ -294,7 +296,7 @@ def fitted(shape: Sequence[Sequence[float]], times: Sequence[float]) -> tuple[fl
     return first, second
 
 
-def algorithms(clock: Clock, operation: str, nbytes: int) -> dict[str, Case]:
+def algorithms(clock: MeasuringClock, operation: str, nbytes: int) -> dict[str, Case]:
     """Return all algorithms of an operation, ready to be timed without what a call adds to them.
 
     Args:

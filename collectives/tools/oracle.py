@@ -12,7 +12,6 @@ from typing import Any, NamedTuple
 import ml_dtypes
 import numpy as np
 
-from collectives.core import topology
 from collectives.arrays import reduction
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import (
@@ -30,11 +29,12 @@ from collectives.arrays.reduction import (
     SUM,
     Op,
 )
+from collectives.core import topology
 
 __all__ = [
     "DTYPES",
     "REDUCTIONS",
-    "Exact",
+    "Expected",
     "contribution",
     "is_defined",
     "ops",
@@ -42,7 +42,7 @@ __all__ = [
     "reduced",
     "result",
     "rows_of",
-    "wrong",
+    "mismatch",
 ]
 
 DTYPES: dict[str, np.dtype[Any]] = {
@@ -61,7 +61,7 @@ _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 _PERIOD = 4093
 
 
-class Exact(NamedTuple):
+class Expected(NamedTuple):
     """The right result: its values, wide, and by how much each may be off; of one shape."""
 
     values: Array
@@ -117,7 +117,7 @@ def contribution(rank: int, size: int, count: int, dtype: np.dtype[Any]) -> Arra
 
 def result(
     operation: str, op: Op | None, inputs: Sequence[Array], rank: int, root: int
-) -> Exact | None:
+) -> Expected | None:
     """Return what `rank` should get; None where an operation gives it nothing.
 
     Args:
@@ -131,11 +131,11 @@ def result(
         return None
     if op is not None:
         period = reduced([x[:_PERIOD] for x in inputs], op)
-        whole = Exact(*(np.resize(part, inputs[0].size) for part in period))
+        whole = Expected(*(np.resize(part, inputs[0].size) for part in period))
         if operation != "reduce_scatter":
             return whole
         own = slice(*topology.chunk_bounds(inputs[0].size, len(inputs))[rank : rank + 2])
-        return Exact(whole.values[own], whole.allowed[own])
+        return Expected(whole.values[own], whole.allowed[own])
     if operation == "broadcast":
         moved = inputs[root]
     elif operation in ("gather", "allgather"):
@@ -144,10 +144,10 @@ def result(
         moved = _share(inputs[root], len(inputs), rank)
     else:
         moved = np.concatenate([_share(x, len(inputs), rank) for x in inputs])
-    return Exact(moved, np.zeros(moved.shape))
+    return Expected(moved, np.zeros(moved.shape))
 
 
-def wrong(got: Any, exact: Exact | None) -> str | None:
+def mismatch(got: Any, exact: Expected | None) -> str | None:
     """Say what is wrong with a result, None if nothing is."""
     if exact is None or got is None:
         return None if exact is got else "a result on a rank that should get none, or the reverse"
@@ -173,7 +173,7 @@ def _share(array: Array, size: int, rank: int) -> Array:
     return array[first:stop]
 
 
-def reduced(inputs: Sequence[Array], op: Op) -> Exact:
+def reduced(inputs: Sequence[Array], op: Op) -> Expected:
     """Reduce in float64; integers in their own arithmetic, which is exact modulo 2^bits.
 
     P - 1 additions and P divisions round, each by at most eps times the sum of the magnitudes; a
@@ -188,7 +188,7 @@ def reduced(inputs: Sequence[Array], op: Op) -> Exact:
     with np.errstate(all="ignore"):
         values = np.asarray(_FUNCTIONS[op](stack))
     if exact_kind or op in (MIN, MAX, LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR):
-        return Exact(values.astype(stack.dtype), np.zeros(values.shape))
+        return Expected(values.astype(stack.dtype), np.zeros(values.shape))
     work = reduction.work_dtype(dtype)
     magnitude = np.abs(stack).sum(axis=0) / (size if op is MEAN else 1)
     if op is PRODUCT:
@@ -197,7 +197,7 @@ def reduced(inputs: Sequence[Array], op: Op) -> Exact:
     if work != dtype:
         eps = ml_dtypes.finfo(dtype).eps  # type: ignore[no-untyped-call]
         error = error + eps * (np.abs(values) + error)
-    return Exact(values, np.asarray(error))
+    return Expected(values, np.asarray(error))
 
 
 def _truncated_mean(stack: Array) -> Array:

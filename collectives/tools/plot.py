@@ -12,7 +12,7 @@ import numpy as np
 if TYPE_CHECKING:
     from matplotlib.figure import Figure
 
-    from collectives.tools.explain import Point
+    from collectives.tools.explain import CurvePoint
 
 __all__ = ["check", "draw", "draw_curve", "draw_efficiency", "draw_sizes", "is_possible", "save"]
 
@@ -136,7 +136,7 @@ def draw(
     save(figure, path)
 
 
-def draw_curve(title: str, points: Sequence[Point], path: Path) -> None:
+def draw_curve(title: str, points: Sequence[CurvePoint], path: Path) -> None:
     """Draw a curve into a file, all algorithms beside what "auto" takes."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure

@@ -16,24 +16,24 @@ from typing import NamedTuple
 
 from tqdm import tqdm
 
-from collectives.core import links
 from collectives.algorithms import selection
-from collectives.algorithms.cost_model import Layout
-from collectives.core.errors import PeerFailure
+from collectives.algorithms.cost_model import RankLayout
 from collectives.calls import signature_check
+from collectives.core import links
+from collectives.core.errors import PeerFailure
 from collectives.simulation import calls
 from collectives.simulation.clock import Stopped
-from collectives.simulation.cluster import Cluster
+from collectives.simulation.cluster import SimulatedCluster
 from collectives.tools import explain
 from collectives.tools.explain import Question
 
-__all__ = ["Row", "drawable", "least_seconds", "options_of", "rows", "table", "title"]
+__all__ = ["AlgorithmRow", "drawable", "least_seconds", "options_of", "rows", "table", "title"]
 
 # Rows that are not of an algorithm: the comparison of a call, and that with the array in it.
 _COMPARISON, _TOGETHER = "comparison", "together"
 
 
-class Row(NamedTuple):
+class AlgorithmRow(NamedTuple):
     """What one algorithm takes.
 
     Attributes:
@@ -51,7 +51,7 @@ class Row(NamedTuple):
     failed: str = ""
 
 
-def rows(question: Question, cluster: Cluster, within: float) -> list[Row]:
+def rows(question: Question, cluster: SimulatedCluster, within: float) -> list[AlgorithmRow]:
     """Simulate a call by every algorithm that it may have.
 
     Args:
@@ -74,33 +74,35 @@ def rows(question: Question, cluster: Cluster, within: float) -> list[Row]:
     found = []
     for name, estimated in estimates.items():
         if name == "node":  # its seconds are the engine's, in either way
-            found.append(Row(name, estimated, False, estimated))
+            found.append(AlgorithmRow(name, estimated, False, estimated))
         else:
             run = partial(calls.seconds, operation, name, nbytes, cluster)
             found.append(_row(name, estimated, run, within))
     found.sort(key=lambda row: (row.stopped, row.seconds))
     if layout.size == 1 or "node" in estimates:
         return found
-    auto, _ = explain.picked(question, layout)
+    auto, _ = explain.pick(question, layout)
     for name, carried in ((_COMPARISON, 0), (_TOGETHER, nbytes)):
         if name in (_COMPARISON, auto):
-            run = partial(calls.together, carried, cluster, by_nodes=signature_check.by_nodes(layout))
+            run = partial(
+                calls.simulate_sequence, carried, cluster, by_nodes=signature_check.per_node(layout)
+            )
             found.append(_row(name, signature_check.seconds(carried, layout), run, within))
     return found
 
 
-def _row(name: str, estimated: float, run: Callable[..., float], within: float) -> Row:
+def _row(name: str, estimated: float, run: Callable[..., float], within: float) -> AlgorithmRow:
     """Simulate one row."""
     with tqdm(desc=name, unit=" messages", unit_scale=True, disable=None, leave=False) as bar:
         try:
-            return Row(name, run(within=within, progress=_shown(bar)), False, estimated)
+            return AlgorithmRow(name, run(within=within, progress=_show(bar)), False, estimated)
         except Stopped as stopped:
-            return Row(name, stopped.reached, True, estimated)
+            return AlgorithmRow(name, stopped.reached, True, estimated)
         except PeerFailure as error:
-            return Row(name, math.inf, True, estimated, f"PeerFailure: {error}")
+            return AlgorithmRow(name, math.inf, True, estimated, f"PeerFailure: {error}")
 
 
-def _shown(bar: tqdm[object]) -> Callable[[int, float], None]:
+def _show(bar: tqdm[object]) -> Callable[[int, float], None]:
     def show(delivered: int, now: float) -> None:
         bar.set_postfix_str(f"{1e3 * now:.3f} ms", refresh=False)
         bar.update(delivered - bar.n)
@@ -108,7 +110,7 @@ def _shown(bar: tqdm[object]) -> Callable[[int, float], None]:
     return show
 
 
-def least_seconds(question: Question, layout: Layout) -> float:
+def least_seconds(question: Question, layout: RankLayout) -> float:
     """Return the time in which the bytes that must pass a node's line pass it, and no message more.
 
     0 on one node, and for a barrier.
@@ -126,7 +128,12 @@ def least_seconds(question: Question, layout: Layout) -> float:
     return away
 
 
-def table(question: Question, found: Sequence[Row], cluster: Cluster, known: links.Links) -> str:
+def table(
+    question: Question,
+    found: Sequence[AlgorithmRow],
+    cluster: SimulatedCluster,
+    known: links.MeasuredMachine,
+) -> str:
     """Lay the rows out for people.
 
     Args:
@@ -136,7 +143,7 @@ def table(question: Question, found: Sequence[Row], cluster: Cluster, known: lin
         known: the links and where they come from.
     """
     layout = cluster.layout
-    auto, _ = explain.picked(question, layout)
+    auto, _ = explain.pick(question, layout)
     least = least_seconds(question, layout)
     lines = [
         f"{question}, {layout.size} ranks on {layout.num_nodes} nodes, simulated",
@@ -159,12 +166,14 @@ def table(question: Question, found: Sequence[Row], cluster: Cluster, known: lin
     return "\n".join(lines)
 
 
-def title(operation: str, cluster: Cluster) -> str:
+def title(operation: str, cluster: SimulatedCluster) -> str:
     """Say in a line what a picture shows."""
     return f"{operation}, {cluster.size} ranks on {cluster.num_nodes} nodes, simulated"
 
 
-def drawable(found: Sequence[tuple[int, Sequence[Row]]]) -> dict[str, list[tuple[int, float]]]:
+def drawable(
+    found: Sequence[tuple[int, Sequence[AlgorithmRow]]],
+) -> dict[str, list[tuple[int, float]]]:
     """Return for each algorithm its bytes and seconds, without what was stopped.
 
     Args:

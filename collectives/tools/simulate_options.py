@@ -11,7 +11,7 @@ from typing import TYPE_CHECKING, Any
 from collectives.core import links
 
 if TYPE_CHECKING:
-    from collectives.simulation.cluster import Cluster
+    from collectives.simulation.cluster import SimulatedCluster
 
 # The rest is imported by whoever runs the command: all others have these options to refuse, too.
 
@@ -93,7 +93,7 @@ def _add_step(simulate: argparse.ArgumentParser) -> None:
     simulate.add_argument("--half", action="store_true", help="of a step: send 16 bits for 32")
 
 
-def run(options: argparse.Namespace, known: links.Links) -> None:
+def run(options: argparse.Namespace, known: links.MeasuredMachine) -> None:
     """Simulate what is asked, and print it.
 
     Raises:
@@ -120,7 +120,7 @@ def run(options: argparse.Namespace, known: links.Links) -> None:
         plot.draw_sizes(name, simulate.drawable(found), options.picture)
 
 
-def _run_step(options: argparse.Namespace, cluster: Cluster) -> None:
+def _run_step(options: argparse.Namespace, cluster: SimulatedCluster) -> None:
     from collectives.simulation.training import Compute
     from collectives.tools import plot, simulate_step
 
@@ -165,10 +165,10 @@ def _check(options: argparse.Namespace) -> None:
         plot.check(options.picture, "--picture")
 
 
-def _cluster(options: argparse.Namespace, known: links.Links) -> Cluster:
-    from collectives.simulation.cluster import Cluster
+def _cluster(options: argparse.Namespace, known: links.MeasuredMachine) -> SimulatedCluster:
+    from collectives.simulation.cluster import SimulatedCluster
 
-    return Cluster(
+    return SimulatedCluster(
         options.nodes * options.ranks, options.nodes, known.machine,
         nodes_per_switch=options.switch, oversubscription=options.oversubscribed,
         burst=options.burst, cores=options.cores, nodes_per_host=options.nodes_per_host,
@@ -190,7 +190,7 @@ def _sizes(option: str, text: str) -> list[int]:
     return found
 
 
-def _said(expected: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
+def _with_reason(expected: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
     """Let an option be refused in these words."""
 
     def decorate(read: Callable[[str], Any]) -> Callable[[str], Any]:
@@ -212,36 +212,36 @@ def _above_zero(text: str, most: float = _MOST_FACTOR) -> float:
     return value
 
 
-@_said(f"a number above 0, up to {_MOST_FACTOR:g}")
+@_with_reason(f"a number above 0, up to {_MOST_FACTOR:g}")
 def _factor(text: str) -> float:
     return _above_zero(text)
 
 
-@_said("a time above 0 as 2us or 150ms")
+@_with_reason("a time above 0 as 2us or 150ms")
 def _time(text: str) -> float:
     return links.seconds(text)
 
 
-@_said("a rate above 0 as 100Gbit/s or 8GB/s")
+@_with_reason("a rate above 0 as 100Gbit/s or 8GB/s")
 def _gigabits(text: str) -> float:
     if not text.strip().endswith("/s"):
         raise ValueError  # a bare number would be seconds for a byte
     return 8e-9 / links.seconds_per_byte(text)
 
 
-@_said("a rank and how many times as long it takes, as 3:10")
+@_with_reason("a rank and how many times as long it takes, as 3:10")
 def _slow(text: str) -> tuple[int, float]:
     rank, _, factor = text.partition(":")
     return int(rank), _above_zero(factor)
 
 
-@_said("a rank and when it dies, as 3:2ms")
+@_with_reason("a rank and when it dies, as 3:2ms")
 def _dead(text: str) -> tuple[int, float]:
     rank, _, after = text.partition(":")
     return int(rank), links.seconds(after)
 
 
-@_said("a share and a factor as 1%:3")
+@_with_reason("a share and a factor as 1%:3")
 def _stragglers(text: str) -> tuple[float, float]:
     share, percent, factor = text.partition("%:")
     if not percent or math.isnan(float(share)):

@@ -14,11 +14,11 @@ from tqdm import tqdm
 from collectives.calls import signature_check
 from collectives.simulation import calls, training
 from collectives.simulation.clock import Stopped
-from collectives.simulation.cluster import Cluster
+from collectives.simulation.cluster import SimulatedCluster
 from collectives.simulation.training import Compute
 from collectives.tools import explain
 
-__all__ = ["Point", "Step", "points", "table", "times_of"]
+__all__ = ["StepPoint", "Step", "points", "table", "times_of"]
 
 # Steps over which times are averaged.
 _STEPS = 400
@@ -57,7 +57,7 @@ class Step(NamedTuple):
     half: bool
 
 
-class Point(NamedTuple):
+class StepPoint(NamedTuple):
     """How a step goes on some machines.
 
     Attributes:
@@ -77,7 +77,7 @@ class Point(NamedTuple):
     exact: bool
 
 
-def points(step: Step, cluster: Cluster, within: float) -> list[Point]:
+def points(step: Step, cluster: SimulatedCluster, within: float) -> list[StepPoint]:
     """Simulate the step on 1, 2, 4 ... machines, up to those of a cluster.
 
     Args:
@@ -107,23 +107,23 @@ def points(step: Step, cluster: Cluster, within: float) -> list[Point]:
     return found
 
 
-def _point(step: Step, cluster: Cluster, within: float) -> Point:
+def _point(step: Step, cluster: SimulatedCluster, within: float) -> StepPoint:
     drawn = step.compute.draw(_STEPS, cluster.size)
     times: dict[int, tuple[float, bool]] = {}
     buckets = []
-    for nbytes, share in zip(step.gradients, training.ready(step.gradients), strict=True):
+    for nbytes, share in zip(step.gradients, training.ready_fractions(step.gradients), strict=True):
         if nbytes not in times:
             times[nbytes] = _seconds(max(4, nbytes // 2) if step.half else nbytes, cluster, within)
         buckets.append((share if step.overlap else 1.0, times[nbytes][0]))
     outcome = training.all_reduce(drawn, buckets)
-    return Point(
+    return StepPoint(
         cluster.num_nodes, cluster.size, 1 / outcome.steps_per_second,
         sum(took for _, took in buckets), 1 - outcome.waiting,
         all(exact for _, exact in times.values()),
     )  # fmt: skip
 
 
-def _seconds(nbytes: int, cluster: Cluster, within: float) -> tuple[float, bool]:
+def _seconds(nbytes: int, cluster: SimulatedCluster, within: float) -> tuple[float, bool]:
     """Return what the all-reduce takes that "auto" picks, and whether it was simulated.
 
     With the comparison of the call, but for one inside a node, whose engine compares.
@@ -131,10 +131,12 @@ def _seconds(nbytes: int, cluster: Cluster, within: float) -> tuple[float, bool]
     if cluster.size == 1:
         return 0.0, True
     layout = cluster.layout
-    pick, estimated = explain.picked(explain.Question("allreduce", nbytes), layout)
+    pick, estimated = explain.pick(explain.Question("allreduce", nbytes), layout)
     if pick == "node":
         return estimated, True
-    together = partial(calls.together, cluster=cluster, by_nodes=signature_check.by_nodes(layout))
+    together = partial(
+        calls.simulate_sequence, cluster=cluster, by_nodes=signature_check.per_node(layout)
+    )
     try:
         if pick == "together":
             return together(nbytes, within=within), True
@@ -144,7 +146,7 @@ def _seconds(nbytes: int, cluster: Cluster, within: float) -> tuple[float, bool]
         return estimated, False
 
 
-def table(step: Step, found: Sequence[Point]) -> str:
+def table(step: Step, found: Sequence[StepPoint]) -> str:
     """Lay the points out for people."""
     whole, compute = sum(step.gradients), step.compute
     spread = f"spread {100 * compute.spread:g} %"

@@ -12,10 +12,10 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from collectives.tracing.timeline_events import KINDS
-from collectives.tracing.timeline import FIRST_LINE, LAST_LINE
 from collectives.tools import plot, timeline_plot
-from collectives.tools.timeline_files import Call, Rank, Ranks, events, read
+from collectives.tools.timeline_files import Ranks, RankTimeline, RecordedCall, events, read
+from collectives.tracing.timeline import FIRST_LINE, LAST_LINE
+from collectives.tracing.timeline_events import KINDS
 
 __all__ = ["Late", "late_ranks", "merge", "report", "run"]
 
@@ -58,7 +58,7 @@ class Late:
         self.rank = rank
         self.waited: dict[int, float] = defaultdict(float)
         self.calls = 0
-        self.longest: tuple[float, Call, str] = 0.0, Call("", 0.0, 0.0, ""), ""
+        self.longest: tuple[float, RecordedCall, str] = 0.0, RecordedCall("", 0.0, 0.0, ""), ""
 
     @property
     def total(self) -> float:
@@ -93,7 +93,7 @@ def late_ranks(ranks: Ranks) -> list[Late]:
     return sorted(late.values(), key=lambda one: -one.total)
 
 
-def _add(late: Late, call: Call, waits: Mapping[int, float]) -> None:
+def _add(late: Late, call: RecordedCall, waits: Mapping[int, float]) -> None:
     late.calls += bool(waits)
     for number, us in waits.items():
         late.waited[number] += us / 1e6
@@ -101,7 +101,7 @@ def _add(late: Late, call: Call, waits: Mapping[int, float]) -> None:
             late.longest = us / 1e6, call, ""
 
 
-def _span(rank: Rank, began: float, ended: float) -> str:
+def _span(rank: RankTimeline, began: float, ended: float) -> str:
     """Return in which of the user's spans a rank was for at least half of a time, the shortest."""
     fitting = [
         (until - since, name)

@@ -18,10 +18,19 @@ from pathlib import Path
 from typing import Any, NamedTuple
 
 from collectives.core.errors import some
-from collectives.tracing.timeline_events import KINDS
 from collectives.tracing.timeline import FIRST_LINE, LAST_LINE
+from collectives.tracing.timeline_events import KINDS
 
-__all__ = ["Call", "Clock", "Rank", "Ranks", "Stretch", "events", "read", "stretches"]
+__all__ = [
+    "RecordedCall",
+    "ClockReading",
+    "RankTimeline",
+    "Ranks",
+    "RecordedSpan",
+    "events",
+    "read",
+    "spans_of",
+]
 
 # Which calls no rank leaves before all have entered, whatever settings and algorithm.
 _FOR_ALL = {
@@ -35,7 +44,7 @@ _LAST_CALLS = 1000
 _NAME = re.compile(r"rank-(\d+)\.json")
 
 
-class Clock(NamedTuple):
+class ClockReading(NamedTuple):
     """A comparison of a rank's clock with rank 0's; in ns."""
 
     at: int
@@ -43,7 +52,7 @@ class Clock(NamedTuple):
     error: int
 
 
-class Call(NamedTuple):
+class RecordedCall(NamedTuple):
     """A call of one rank; times in us."""
 
     name: str
@@ -52,7 +61,7 @@ class Call(NamedTuple):
     at: str
 
 
-class Rank:
+class RankTimeline:
     """What a rank's file says.
 
     Attributes:
@@ -71,9 +80,9 @@ class Rank:
     def __init__(self, path: Path) -> None:
         self.path = path
         self.facts: dict[str, Any] = {}
-        self.clocks: list[Clock] = []
-        self.calls: dict[tuple[str, str], Call] = {}
-        self.received: list[tuple[int, Call]] = []
+        self.clocks: list[ClockReading] = []
+        self.calls: dict[tuple[str, str], RecordedCall] = {}
+        self.received: list[tuple[int, RecordedCall]] = []
         self.spans: list[tuple[float, float, str]] = []
         self.totals = dict.fromkeys(KINDS, 0.0)
         self.number_of_calls = 0
@@ -91,7 +100,7 @@ class Rank:
         return time + offset / 1000
 
 
-Ranks = Mapping[int, Rank]
+Ranks = Mapping[int, RankTimeline]
 
 
 def events(path: Path) -> Iterator[dict[str, Any] | None]:
@@ -118,7 +127,7 @@ def read(directory: Path) -> tuple[Ranks, list[str]]:
         ValueError: there are none.
     """
     found = [path for path in directory.glob("rank-*.json") if _NAME.fullmatch(path.name)]
-    ranks = {rank.facts["rank"]: rank for rank in map(_read, found) if rank.clocks and rank.facts}
+    ranks = {rank.facts["rank"]: rank for rank in map(_parse, found) if rank.clocks and rank.facts}
     if not ranks:
         raise ValueError(f"timeline: no files rank-N.json of a timeline in {directory}")
     newest = max(ranks.values(), key=lambda rank: str(rank.facts["date"])).facts
@@ -138,7 +147,7 @@ def read(directory: Path) -> tuple[Ranks, list[str]]:
     return ranks, remarks
 
 
-class Stretch(NamedTuple):
+class RecordedSpan(NamedTuple):
     """A call, a part of one, or a user's span; times in us."""
 
     kind: str
@@ -148,7 +157,7 @@ class Stretch(NamedTuple):
     args: Mapping[str, Any]
 
 
-def stretches(rank: Rank) -> Iterator[Stretch]:
+def spans_of(rank: RankTimeline) -> Iterator[RecordedSpan]:
     """Yield what a rank's file says to have ended."""
     begun: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in events(rank.path):
@@ -166,11 +175,11 @@ def stretches(rank: Rank) -> Iterator[Stretch]:
         else:
             continue
         name = sys.intern(whole["name"])
-        yield Stretch(whole.get("cat", ""), name, whole["ts"], ended, event["args"])
+        yield RecordedSpan(whole.get("cat", ""), name, whole["ts"], ended, event["args"])
 
 
-def _read(path: Path) -> Rank:
-    rank = Rank(path)
+def _parse(path: Path) -> RankTimeline:
+    rank = RankTimeline(path)
     for event in events(path):
         if event is None:
             rank.damaged += 1
@@ -178,22 +187,22 @@ def _read(path: Path) -> Rank:
             _take_facts(rank, event)
         elif "ts" in event:
             rank.first = min(rank.first, event["ts"])
-    for one in stretches(rank):
+    for one in spans_of(rank):
         _take(rank, one)
     return rank
 
 
-def _take_facts(rank: Rank, event: dict[str, Any]) -> None:
+def _take_facts(rank: RankTimeline, event: dict[str, Any]) -> None:
     args = event["args"]
     if event["name"] == "unisono":
         rank.facts = args
     elif event["name"] == "unisono_clock":
-        rank.clocks.append(Clock(args["at"], args["offset"], args["error"]))
+        rank.clocks.append(ClockReading(args["at"], args["offset"], args["error"]))
     elif event["name"] == "left_out":
         rank.left_out += args["lines"]
 
 
-def _take(rank: Rank, one: Stretch) -> None:
+def _take(rank: RankTimeline, one: RecordedSpan) -> None:
     rank.last = max(rank.last, one.ended)
     if one.kind == "span":
         rank.spans.append((one.began, one.ended, one.name))
@@ -204,7 +213,7 @@ def _take(rank: Rank, one: Stretch) -> None:
     rank.in_calls += one.ended - one.began
     for kind in KINDS:
         rank.totals[kind] += args.get(f"{kind} us", 0.0)
-    call = Call(one.name, one.began, one.ended, sys.intern(args["at"]))
+    call = RecordedCall(one.name, one.began, one.ended, sys.intern(args["at"]))
     if isinstance(args.get("from"), int):
         rank.received.append((args["from"], call))
     elif "dest" not in args and "source" not in args:
@@ -236,7 +245,7 @@ def _correct(ranks: Ranks) -> None:
         if us := wrong[rank.facts["node"]]:
             end = round(1000 * rank.last)
             offset, error = rank.clocks[0].offset + round(1000 * us), round(1000 * abs(us))
-            rank.clocks.append(Clock(max(end, rank.clocks[0].at + 1), offset, error))
+            rank.clocks.append(ClockReading(max(end, rank.clocks[0].at + 1), offset, error))
 
 
 def _ranks(numbers: Sequence[int]) -> str:

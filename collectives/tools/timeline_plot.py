@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from pathlib import Path
 
-from collectives.tracing.timeline_events import KINDS
 from collectives.tools import plot
-from collectives.tools.timeline_files import Ranks, stretches
+from collectives.tools.timeline_files import Ranks, spans_of
+from collectives.tracing.timeline_events import KINDS
 
 __all__ = ["draw"]
 
@@ -27,7 +27,7 @@ def draw(ranks: Ranks, path: Path) -> None:
     axes = figure.subplots()
     zero = min(rank.at(rank.first) for rank in ranks.values())
     for row, rank in enumerate(ranks.values()):
-        for one in stretches(rank):
+        for one in spans_of(rank):
             began, ended = ((rank.at(time) - zero) / 1000 for time in (one.began, one.ended))
             low, height = _PLACES[one.kind]
             color = {"span": "lightblue", "call": "lightgrey"}.get(one.kind) or _COLORS[one.name]

@@ -15,14 +15,15 @@ from datetime import datetime, timezone
 from pathlib import Path
 from typing import NamedTuple
 
-from collectives import communicator; from collectives.core import links, settings, tuning_file
+from collectives import communicator
 from collectives.algorithms import selection
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.cost_model import RankLayout
 from collectives.communicator import Communicator
-from collectives.launch import processes, abort_hook
-from collectives.tools import info, measure, byte_sizes
+from collectives.core import links, settings, tuning_file
+from collectives.launch import abort_hook, processes
+from collectives.tools import byte_sizes, info, measure
 
-__all__ = ["Row", "check", "run", "summary"]
+__all__ = ["TunedRow", "check", "run", "summary"]
 
 # Seconds that the whole may take, roughly, and what part of them the links get.
 SECONDS = 20.0
@@ -37,7 +38,7 @@ _NOISE = 1.25
 _SIZES = (1 << 10, 1 << 15, 1 << 18, 1 << 22)
 
 
-class Row(NamedTuple):
+class TunedRow(NamedTuple):
     """One algorithm at one size; times in seconds."""
 
     operation: str
@@ -88,11 +89,11 @@ def _problem(comm: Communicator, target: Path | None) -> str | None:
 
 def _tune(comm: Communicator, target: Path | None, seconds: float) -> str | None:
     """Do it; returns what went wrong at the end, the same on all ranks."""
-    clock = measure.Clock(comm)
+    clock = measure.MeasuringClock(comm)
     _say(comm, f"{comm.size} ranks, {comm.num_nodes} nodes; measuring for about {seconds:g} s")
     measured = measure.measure(clock, _LINKS_SHARE * seconds)
     changes = {name: link._asdict() for name, link in measured.items()}
-    known = links.overridden(links.defaults(), changes, "measured")
+    known = links.with_overrides(links.defaults(), changes, "measured")
     _say(comm, links.table(known))
     rows = []
     _say(comm, _HEADING)
@@ -126,12 +127,12 @@ def _tune(comm: Communicator, target: Path | None, seconds: float) -> str | None
 
 
 def check(
-    clock: measure.Clock,
+    clock: measure.MeasuringClock,
     machine: links.Machine,
     seconds: float,
     operations: Iterable[str] = selection.ALGORITHMS,
     sizes: Sequence[int] = _SIZES,
-) -> Iterator[list[Row]]:
+) -> Iterator[list[TunedRow]]:
     """Time the algorithms of operations that have several; *collective*.
 
     Args:
@@ -145,7 +146,7 @@ def check(
         The rows of one operation and size, the fastest first; the same on all ranks.
     """
     comm = clock.comm
-    layout = Layout(comm.size, comm.num_nodes, machine)
+    layout = RankLayout(comm.size, comm.num_nodes, machine)
     groups = []
     for operation in operations:
         if len(selection.estimate(operation, 0, layout).keys() - {"node"}) > 1:
@@ -157,12 +158,12 @@ def check(
         cases = measure.algorithms(clock, operation, nbytes)
         times = clock.times(cases, seconds / len(groups))
         yield [
-            Row(operation, nbytes, name, predicted.get(name), times[name], name == picked)
+            TunedRow(operation, nbytes, name, predicted.get(name), times[name], name == picked)
             for name in sorted(times, key=lambda name: times[name])
         ]
 
 
-def summary(rows: Sequence[Row]) -> str:
+def summary(rows: Sequence[TunedRow]) -> str:
     """Say how good the picks and the predictions were."""
     fastest: dict[tuple[str, int], float] = {}
     ours = [row for row in rows if row.predicted is not None]
@@ -186,7 +187,7 @@ _HEADING = (
 )
 
 
-def _line(row: Row, group: Sequence[Row]) -> str:
+def _line(row: TunedRow, group: Sequence[TunedRow]) -> str:
     size = byte_sizes.size_text(row.nbytes)
     start = f"{row.operation:<16}{size:>6}  {row.algorithm:<14}"
     if row.predicted is None:

@@ -15,8 +15,8 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 __all__ = [
-    "Origin", "Site", "caller", "calls_from", "calls_from_here", "given", "origin",
-    "other_thread_in", "outside",
+    "CallOrigin", "Site", "call_site", "calls_from", "calls_from_here", "attributed", "current_origin",
+    "other_thread_in", "user_frame",
 ]  # fmt: skip
 
 # Frames of these modules are ours; the first one outside is where the user called.
@@ -49,7 +49,7 @@ class Site(NamedTuple):
         return f"{os.path.basename(self.file)}:{self.line}"
 
 
-class Origin(NamedTuple):
+class CallOrigin(NamedTuple):
     """Where the innermost call into our packages comes from.
 
     Attributes:
@@ -62,19 +62,19 @@ class Origin(NamedTuple):
 
 
 # By the numbers of threads: an origin that stands for the calls which that one makes for another.
-given: dict[int, Origin] = {}
+attributed: dict[int, CallOrigin] = {}
 
 
-def origin() -> Origin:
+def current_origin() -> CallOrigin:
     """Find out where the call comes from in which this thread is."""
-    if (known := given.get(get_ident())) is not None:
+    if (known := attributed.get(get_ident())) is not None:
         return known
     frame = inner = sys._getframe(1)
     while frame.f_back is not None and _module(frame).startswith(_OURS + _BETWEEN):
         if _module(frame).startswith(_OURS):
             inner = frame
         frame = frame.f_back
-    return Origin(Site(frame.f_code, frame.f_lasti), _entry(inner))
+    return CallOrigin(Site(frame.f_code, frame.f_lasti), _entry(inner))
 
 
 class _CallsFrom:
@@ -82,22 +82,22 @@ class _CallsFrom:
 
     __slots__ = ("_before", "_origin")
 
-    def __init__(self, origin: Origin) -> None:
+    def __init__(self, origin: CallOrigin) -> None:
         self._origin = origin
-        self._before: Origin | None = None
+        self._before: CallOrigin | None = None
 
     def __enter__(self) -> None:
-        self._before = given.get(get_ident())
-        given[get_ident()] = self._origin
+        self._before = attributed.get(get_ident())
+        attributed[get_ident()] = self._origin
 
     def __exit__(self, *error: object) -> None:
         if self._before is None:
-            del given[get_ident()]
+            del attributed[get_ident()]
         else:
-            given[get_ident()] = self._before
+            attributed[get_ident()] = self._before
 
 
-def calls_from(origin: Origin) -> AbstractContextManager[None]:
+def calls_from(origin: CallOrigin) -> AbstractContextManager[None]:
     """Return a block in which the calls of a thread count as made there."""
     return _CallsFrom(origin)
 
@@ -115,16 +115,16 @@ def calls_from_here() -> AbstractContextManager[None]:
         ...     with here:
         ...         comm.barrier()
     """
-    return _CallsFrom(origin())
+    return _CallsFrom(current_origin())
 
 
-def caller(ours: int) -> tuple[CodeType, int]:
+def call_site(ours: int) -> tuple[CodeType, int]:
     """Return where this thread's call comes from, as `Record` has it, without a look at modules.
 
     Args:
         ours: how many callers are known to belong to our packages, from this function on.
     """
-    if (known := given.get(get_ident())) is not None:
+    if (known := attributed.get(get_ident())) is not None:
         return known.site
     frame = sys._getframe(ours)
     return frame.f_code, frame.f_lasti
@@ -166,7 +166,7 @@ def other_thread_in(call: object) -> str | None:
     return None
 
 
-def outside(frame: FrameType) -> FrameType:
+def user_frame(frame: FrameType) -> FrameType:
     """Return the first frame outside of our packages, from this one on."""
     while _module(frame).startswith(_OURS) and frame.f_back is not None:
         frame = frame.f_back

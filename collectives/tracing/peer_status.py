@@ -22,13 +22,13 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import NamedTuple
 
-from collectives.core import compile_time
 from collectives.arrays.host_arrays import Array
+from collectives.core import compile_time
 from collectives.core.errors import some
 from collectives.node import engine
 from collectives.tracing.recorder import Record
 
-__all__ = ["NOTE_BYTES", "Board"]
+__all__ = ["NOTE_BYTES", "StatusBoard"]
 
 # Two cache lines, so that no rank's notes slow down another one's.
 NOTE_BYTES = engine.NOTE_BYTES
@@ -42,7 +42,7 @@ _TEXT = struct.Struct(f"H{_TEXT_BYTES}s")
 _TEXTS = 1024
 
 
-class Board:
+class StatusBoard:
     """The notes of the ranks of one group on one node.
 
     Args:
@@ -110,7 +110,7 @@ class Board:
             if abs(note.number) < current
             or (note.number == current and note.compiles and rank != self._rank)
         ]
-        return some([_told(self._names[rank], note) for rank, note in late])
+        return some([_describe(self._names[rank], note) for rank, note in late])
 
     def last(self, rank: int) -> str:
         """Say what a rank did last: "after allreduce #2 at train.py:5"."""
@@ -119,14 +119,14 @@ class Board:
             return "before its first call"
         return f"{'in' if note.number > 0 else 'after'} {note}"
 
-    def _note(self, rank: int) -> _Note:
+    def _note(self, rank: int) -> _Entry:
         # The other rank may be writing. Its note is short, so what is read is old, new, or, at
         # worst, the name of one operation with the number of the next.
         number, since, compiles, length, text = _LAYOUT.unpack_from(self._memory, rank * NOTE_BYTES)
-        return _Note(number, since, compiles, text[:length].decode(errors="replace"))
+        return _Entry(number, since, compiles, text[:length].decode(errors="replace"))
 
 
-class _Note(NamedTuple):
+class _Entry(NamedTuple):
     number: int
     since: float
     compiles: float
@@ -137,7 +137,7 @@ class _Note(NamedTuple):
         return f"{operation} #{abs(self.number)} at {site}"
 
 
-def _told(name: str, note: _Note) -> str:
+def _describe(name: str, note: _Entry) -> str:
     if note.compiles:
         return f"{name} has compiled loops for {time.monotonic() - note.compiles:.0f} s"
     if note.number == 0:

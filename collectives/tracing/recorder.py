@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.arrays.host_arrays import Array, address
-from collectives.tracing.call_sites import Site, given, outside
+from collectives.tracing.call_sites import Site, attributed, user_frame
 
 __all__ = [
     "NO_FIELDS",
@@ -187,20 +187,20 @@ class Recorder:
         record.number = number
         record.operation = operation
         record.fields = fields
-        if given and (origin := given.get(_thread.get_ident())) is not None:
+        if attributed and (origin := attributed.get(_thread.get_ident())) is not None:
             record.caller = origin.site
             return record
         frame = _getframe(1 + ours)
         code, last = frame.f_code, self._caller
         if code is not last[0] or frame.f_lasti != last[1]:
-            last = self._caller = self._found(frame)
+            last = self._caller = self._find_site(frame)
         record.caller = last
         return record
 
-    def _found(self, frame: FrameType) -> tuple[CodeType, int]:
+    def _find_site(self, frame: FrameType) -> tuple[CodeType, int]:
         """Return where a call comes from, of whose callers this is the first that may be it."""
         if frame.f_globals.get("__name__") != self._program:  # nearly always the same module
-            frame = outside(frame)
+            frame = user_frame(frame)
             self._program = frame.f_globals.get("__name__")
         return frame.f_code, frame.f_lasti
 

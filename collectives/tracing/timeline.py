@@ -39,7 +39,7 @@ from pathlib import Path
 from typing import Any
 
 __all__ = [
-    "FIRST_LINE", "LAST_LINE", "Stretch", "Timeline", "Track", "start", "stop", "timeline_span",
+    "FIRST_LINE", "LAST_LINE", "Span", "Timeline", "Track", "start", "stop", "timeline_span",
 ]  # fmt: skip
 
 log = logging.getLogger(__name__)
@@ -64,7 +64,7 @@ _LONG = 250_000_000
 _quoted = functools.lru_cache(1024)(json.dumps)
 
 
-class Stretch:
+class Span:
     """Something that a thread has begun, and ended or not.
 
     Attributes:
@@ -96,10 +96,10 @@ class Stretch:
         self.facts: tuple[Any, ...] = ()
 
 
-Describe = Callable[["Track", Stretch], tuple[str, str]]
+Describe = Callable[["Track", Span], tuple[str, str]]
 
 
-def _say_nothing(track: Track, what: Stretch) -> tuple[str, str]:
+def _say_nothing(track: Track, what: Span) -> tuple[str, str]:
     return "{}", ""
 
 
@@ -113,27 +113,27 @@ class Track:
 
     def __init__(self, timeline: Timeline, number: int) -> None:
         self._timeline = timeline
-        self.open: list[Stretch] = []
-        self._ended: list[Stretch] = []
+        self.open: list[Span] = []
+        self._ended: list[Span] = []
         ids = f'"pid":{timeline.rank},"tid":{number}'
         self._ids = ids
 
     def begin(
         self, subject: object, kind: str, name: str, began: int, describe: Describe = _say_nothing
-    ) -> Stretch:
+    ) -> Span:
         """Begin something; arguments as of `Stretch`."""
-        opened = Stretch(subject, kind, name, began, describe)
+        opened = Span(subject, kind, name, began, describe)
         self.open.append(opened)
         return opened
 
-    def found(self, subject: object) -> Stretch | None:
+    def add_span(self, subject: object) -> Span | None:
         """Return what was begun last for a subject; None if nothing was."""
         for opened in reversed(self.open):
             if opened.subject is subject:
                 return opened
         return None
 
-    def end(self, what: Stretch, ended: int) -> None:
+    def end(self, what: Span, ended: int) -> None:
         """End something, begun here or never, at so many ns of the monotonic clock."""
         what.ended = ended
         with self._timeline.lock:
@@ -150,7 +150,7 @@ class Track:
         ended, self._ended = self._ended, []
         return "".join([self._line(one) for one in ended])
 
-    def _line(self, what: Stretch) -> str:
+    def _line(self, what: Span) -> str:
         args, inside = what.describe(self, what)
         if what.is_told:
             return f'{{"ph":"E",{self._ids},"ts":{what.ended / 1000:.3f},"args":{args}}},\n{inside}'
@@ -163,7 +163,7 @@ class Track:
             f'"dur":{(ended - began) / 1000:.3f},"args":{args}}},\n'
         )
 
-    def tell_long(self, now: int) -> str:
+    def emit_long_spans(self, now: int) -> str:
         """Return the text by which begins what has gone on for a while; with the lock held."""
         text = ""
         for opened in list(self.open):
@@ -205,12 +205,12 @@ class Timeline:
         self._own = threading.local()
         self._writing = threading.Lock()
         self._wake = threading.Event()
-        self.note("process_name", {"name": f"rank {rank}"})
-        self.note("process_sort_index", {"sort_index": rank})
+        self.instant("process_name", {"name": f"rank {rank}"})
+        self.instant("process_sort_index", {"sort_index": rank})
         self._thread = threading.Thread(target=self._work, name="unisono-timeline", daemon=True)
         self._thread.start()
 
-    def note(self, name: str, args: Mapping[str, object]) -> None:
+    def instant(self, name: str, args: Mapping[str, object]) -> None:
         """Write what is no stretch: facts about the process."""
         event = {"ph": "M", "pid": self.rank, "name": name, "args": args}
         with self.lock:
@@ -256,7 +256,7 @@ class Timeline:
                 now = time.monotonic_ns()
                 for track in self._tracks:
                     self.add(track.lines(before))
-                text = [*self._text, *(track.tell_long(now) for track in self._tracks)]
+                text = [*self._text, *(track.emit_long_spans(now) for track in self._tracks)]
                 if self._left_out:
                     args = f'{{"lines":{self._left_out}}}'
                     text.append(

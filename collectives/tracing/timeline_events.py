@@ -32,10 +32,10 @@ from collectives.node import control_block
 from collectives.node.engine import Engine
 from collectives.tracing.call_sites import Site
 from collectives.tracing.recorder import Record
-from collectives.tracing.timeline import Stretch, Timeline, Track
-from collectives.transport.backoff import Message
+from collectives.tracing.timeline import Span, Timeline, Track
+from collectives.transport.backoff import PendingMessage
 
-__all__ = ["KINDS", "Members", "Waits", "Watch", "Watcher"]
+__all__ = ["KINDS", "GroupInfo", "WaitTracer", "CallTracer", "CallListener"]
 
 KINDS = ("wait for peers", "copy", "reduce", "network")
 """Names of the parts."""
@@ -58,7 +58,7 @@ Part = tuple[int, int, int, int]
 _NOBODY = -1
 
 
-class Watcher(Protocol):
+class CallListener(Protocol):
     """Is told as operations begin and end."""
 
     def enter(self, record: Record) -> None:
@@ -68,7 +68,7 @@ class Watcher(Protocol):
         """Take note that it has left it."""
 
 
-class Members(NamedTuple):
+class GroupInfo(NamedTuple):
     """Who the ranks of a group are.
 
     Attributes:
@@ -86,7 +86,7 @@ class Members(NamedTuple):
     is_on_one_node: bool
 
 
-class Watch:
+class CallTracer:
     """Tells a timeline of the operations of one group.
 
     Args:
@@ -100,8 +100,8 @@ class Watch:
     def __init__(
         self,
         timeline: Timeline,
-        members: Members,
-        other: Watcher | None,
+        members: GroupInfo,
+        other: CallListener | None,
         engine: Engine | None,
         here: Sequence[int],
     ) -> None:
@@ -115,9 +115,9 @@ class Watch:
         self._name = f"{members.name}:{members.world[0]}"
         self._texts: dict[tuple[object, ...], tuple[str, CodeType]] = {}
 
-    def waits(self) -> Waits:
+    def waits(self) -> WaitTracer:
         """Return what is told of the waits of a call of this thread."""
-        return Waits(self._members, self._timeline.track())
+        return WaitTracer(self._members, self._timeline.track())
 
     def enter(self, record: Record) -> None:
         """Begin a stretch."""
@@ -134,7 +134,7 @@ class Watch:
         if self._other is not None:
             self._other.leave(record)
         track = self._timeline.track()
-        call = track.found(record)
+        call = track.add_span(record)
         if call is None:  # it began before the timeline
             return
         noted = [] if self._engine is None else self._engine.noted()
@@ -143,25 +143,28 @@ class Watch:
         if record.state != "done":
             self._timeline.flush()  # the process may be about to end
 
-    def met(
+    def add_cached_call(
         self, name: str, fields: Mapping[str, object], number: int, caller: tuple[CodeType, int]
     ) -> None:
         """Take note of a call that is over, and of which only the rounds know when it was."""
         noted = [] if self._engine is None else self._engine.noted()
         if noted:
-            began, ended = noted[control_block.FROM_TIME], noted[control_block.FROM_TIME - control_block.NOTE_WORDS]
-            call = Stretch(None, "call", name, began, self._describe)
+            began, ended = (
+                noted[control_block.FROM_TIME],
+                noted[control_block.FROM_TIME - control_block.NOTE_WORDS],
+            )
+            call = Span(None, "call", name, began, self._describe)
             call.facts = number, fields, caller, "done", noted
             self._timeline.track().end(call, ended)
 
-    def _describe(self, track: Track, call: Stretch) -> tuple[str, str]:
+    def _describe(self, track: Track, call: Span) -> tuple[str, str]:
         """Return what is known of a call, as JSON, and lines about its parts."""
         number, fields, _, state, noted = call.facts
         first_round = self._add_rounds(call.parts, noted)
         key = f"call {number}" if first_round < 0 else f"round {first_round}"
-        parts = call.parts or self._guessed(call, fields)
+        parts = call.parts or self._guess_parts(call, fields)
         call.began = min(call.began, parts[0][0]) if parts else call.began
-        parts = _filled(parts, "op" in fields)
+        parts = _fill_gaps(parts, "op" in fields)
         totals: dict[int, int] = {}
         for began, ended, kind, _ in parts:
             totals[kind] = totals.get(kind, 0) + ended - began
@@ -190,7 +193,7 @@ class Watch:
                 at, kind = ended, REDUCE if what == control_block.FILLED and reduces else COPY
         return first if self._in_memory else -1
 
-    def _guessed(self, call: Stretch, fields: Mapping[str, object]) -> list[Part]:
+    def _guess_parts(self, call: Span, fields: Mapping[str, object]) -> list[Part]:
         """Return of what a call was made of which nothing else is known."""
         if "source" in fields:  # by `recv`, perhaps from any
             source = fields["source"]
@@ -200,7 +203,7 @@ class Watch:
             return []
         return [(call.began, call.ended, WAIT, _NOBODY)]
 
-    def _text(self, call: Stretch) -> str:
+    def _text(self, call: Span) -> str:
         """Return what most calls of a line have in common, as the members of an object in JSON."""
         _, fields, (code, instruction), *_ = call.facts
         # The code by its identity, which is kept alive here: its hash would take 1 us.
@@ -215,7 +218,7 @@ class Watch:
             known = self._texts[key] = self._common(call), code
         return known[0]
 
-    def _common(self, call: Stretch) -> str:
+    def _common(self, call: Span) -> str:
         _, given, caller, *_ = call.facts
         fields: dict[str, Any] = {
             name: value if isinstance(value, int) else str(value) for name, value in given.items()
@@ -240,7 +243,7 @@ _NAMES = [json.dumps(kind) for kind in KINDS]
 def _lines(track: Track, parts: Sequence[Part], whole: int) -> str:
     """Return lines about the parts of a call that took so many ns."""
     if len(parts) > _MOST_SHOWN:
-        parts = list(_joined(parts, whole // _MOST_SHOWN))
+        parts = list(_join_parts(parts, whole // _MOST_SHOWN))
     return "".join(
         [
             track.line("part", _NAMES[kind], began, ended, _about(rank))
@@ -253,7 +256,7 @@ def _about(rank: int) -> str:
     return "{}" if rank == _NOBODY else f'{{"rank":{rank}}}'
 
 
-def _joined(parts: Sequence[Part], least: int) -> Iterator[Part]:
+def _join_parts(parts: Sequence[Part], least: int) -> Iterator[Part]:
     """Join parts that are shorter and follow each other, as what most of their time is spent on."""
     for is_short, run in itertools.groupby(parts, lambda part: part[1] - part[0] < least):
         if not is_short:
@@ -266,7 +269,7 @@ def _joined(parts: Sequence[Part], least: int) -> Iterator[Part]:
         yield short[0][0], short[-1][1], spent.most_common(1)[0][0], _NOBODY
 
 
-def _filled(parts: Sequence[Part], reduces: bool) -> list[Part]:
+def _fill_gaps(parts: Sequence[Part], reduces: bool) -> list[Part]:
     """Return the parts in order of time, and what lies between two messages."""
     filled: list[Part] = []
     for part in sorted(parts):
@@ -277,7 +280,7 @@ def _filled(parts: Sequence[Part], reduces: bool) -> list[Part]:
     return filled
 
 
-class Waits:
+class WaitTracer:
     """Takes note of the waits of one call.
 
     Args:
@@ -287,11 +290,11 @@ class Waits:
 
     __slots__ = ("_members", "_track")
 
-    def __init__(self, members: Members, track: Track) -> None:
+    def __init__(self, members: GroupInfo, track: Track) -> None:
         self._members = members
         self._track = track
 
-    def waited(self, began: int, messages: Sequence[Message]) -> None:
+    def waited(self, began: int, messages: Sequence[PendingMessage]) -> None:
         """Note a wait for messages."""
         if messages and self._track.open:
             peers = messages[0].peers
@@ -303,7 +306,7 @@ class Waits:
         if len(self._members.world) > 1:
             self._add(began, WAIT, _NOBODY)
 
-    def chose(self, algorithm: str) -> None:
+    def algorithm_chosen(self, algorithm: str) -> None:
         """Note the algorithm."""
         if self._track.open:
             self._track.open[-1].algorithm = algorithm

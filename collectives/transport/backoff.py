@@ -22,15 +22,15 @@ __all__ = [
     "IN_RESERVE",
     "POLLS",
     "Deadline",
-    "Known",
-    "Message",
-    "Pace",
-    "Ranks",
-    "Wait",
-    "Waits",
-    "named",
+    "CompletedWait",
+    "PendingMessage",
+    "BackoffPolicy",
+    "RankSet",
+    "Backoff",
+    "WaitListener",
+    "describe_ranks",
     "this_thread",
-    "until",
+    "poll_until",
 ]
 
 log = logging.getLogger(__name__)
@@ -45,7 +45,7 @@ _LOOK_EVERY = 0.1
 _NAMES = 8
 
 
-class Pace(NamedTuple):
+class BackoffPolicy(NamedTuple):
     """How often to look for something that may take long; all in seconds, but `share`.
 
     A rank that waits for a slow one must not take the core that the slow one needs.
@@ -62,13 +62,13 @@ class Pace(NamedTuple):
 
 
 # Delays no operation by more than 2 %; 200 looks a second cost 1 % of a core.
-_OPERATIONS = Pace(yields=0.02, share=1 / 64, shortest=0.0, longest=0.005)
+_OPERATIONS = BackoffPolicy(yields=0.02, share=1 / 64, shortest=0.0, longest=0.005)
 
 # For what may take days: a look among what has come takes 0.15 ms, 20 a second 0.3 % of a core.
 IN_RESERVE = _OPERATIONS._replace(longest=0.05)
 
 
-class Wait:
+class Backoff:
     """A wait for one thing, from now on.
 
     Args:
@@ -76,7 +76,7 @@ class Wait:
         pace: how often to look.
     """
 
-    def __init__(self, first_nap: float = 0.0, pace: Pace = _OPERATIONS) -> None:
+    def __init__(self, first_nap: float = 0.0, pace: BackoffPolicy = _OPERATIONS) -> None:
         self._first_nap = first_nap
         self._pace = pace
         self._began = time.monotonic()
@@ -99,7 +99,7 @@ class Wait:
         return True
 
 
-def until(found: Callable[[], bool], limit: float, every: float) -> bool:
+def poll_until(found: Callable[[], bool], limit: float, every: float) -> bool:
     """Ask again and again, with naps of `every` seconds, for `limit` seconds; tell the answer."""
     give_up = time.monotonic() + limit
     while not (answer := found()) and time.monotonic() < give_up:
@@ -117,7 +117,7 @@ class _Thread(threading.local):
 this_thread = _Thread()
 
 
-class Message(Protocol):
+class PendingMessage(Protocol):
     """A message under way, or something else to come from other ranks."""
 
     def done(self) -> bool:
@@ -136,10 +136,10 @@ class Message(Protocol):
         """The ranks that this waits for; where it is all of them, some."""
 
 
-class Waits(Protocol):
+class WaitListener(Protocol):
     """Is told for what a call waited, and how long."""
 
-    def waited(self, began: int, messages: Sequence[Message]) -> None:
+    def waited(self, began: int, messages: Sequence[PendingMessage]) -> None:
         """Note a wait that ends now; it began at so many ns of the monotonic clock."""
 
     def exchanged(self, began: int) -> None:
@@ -149,7 +149,7 @@ class Waits(Protocol):
         """Note by which algorithm the call goes."""
 
 
-class Known(NamedTuple):
+class CompletedWait(NamedTuple):
     """What takes no message: it has come, or nothing but a look elsewhere will tell."""
 
     text: str
@@ -165,7 +165,7 @@ class Known(NamedTuple):
         return self.text
 
 
-class Ranks:
+class RankSet:
     """Some ranks, `size` of them, of which this one is `rank`, and how errors name them."""
 
     rank: int
@@ -176,7 +176,7 @@ class Ranks:
 
     def name(self, ranks: Sequence[int]) -> str:
         """Name ranks, by their numbers in the world, too, where these are others."""
-        return named(ranks, self.world)
+        return describe_ranks(ranks, self.world)
 
     def name_of_world(self, world_ranks: Sequence[int], numbers: Sequence[int]) -> str:
         """Name ranks that are given by their numbers in the world.
@@ -187,7 +187,7 @@ class Ranks:
         """
         if set(world_ranks) <= set(numbers):
             return self.name([numbers.index(rank) for rank in world_ranks])
-        return f"world {named(world_ranks)}"
+        return f"world {describe_ranks(world_ranks)}"
 
     @property
     def where(self) -> str:
@@ -195,7 +195,7 @@ class Ranks:
         return f"{self.name([self.rank])} of {self.size}"
 
 
-def named(ranks: Sequence[int], world: Sequence[int] | None = None) -> str:
+def describe_ranks(ranks: Sequence[int], world: Sequence[int] | None = None) -> str:
     """Name ranks of a group.
 
     Args:
@@ -206,18 +206,18 @@ def named(ranks: Sequence[int], world: Sequence[int] | None = None) -> str:
         >>> named([1]), named([0, 1], [2, 3])
         ('rank 1', 'ranks 0 1 (world ranks 2 3)')
     """
-    own = _listed("rank", ranks)
-    return own if world is None else f"{own} ({_listed('world rank', [world[r] for r in ranks])})"
+    own = _list("rank", ranks)
+    return own if world is None else f"{own} ({_list('world rank', [world[r] for r in ranks])})"
 
 
-def _listed(word: str, numbers: Sequence[int]) -> str:
+def _list(word: str, numbers: Sequence[int]) -> str:
     more = " ..." if len(numbers) > _NAMES else ""
     return f"{word}{'s' * (len(numbers) > 1)} {' '.join(map(str, numbers[:_NAMES]))}{more}"
 
 
 def _clock() -> float:
     """Seconds, but for those in which this process has made what it needs once."""
-    return time.monotonic() - compile_time.seconds()
+    return time.monotonic() - compile_time.total_seconds()
 
 
 class Deadline:
@@ -236,7 +236,7 @@ class Deadline:
             for another rank; None if unknown.
     """
 
-    waits: Waits | None = None
+    waits: WaitListener | None = None
     first_call = False
     peer_has_come: bool | None = None
 
@@ -261,9 +261,9 @@ class Deadline:
 
     def check(
         self,
-        ranks: Ranks,
-        pending: Sequence[Message],
-        culprit: Callable[[Sequence[Message]], str | None] = lambda pending: None,
+        ranks: RankSet,
+        pending: Sequence[PendingMessage],
+        culprit: Callable[[Sequence[PendingMessage]], str | None] = lambda pending: None,
     ) -> None:
         """Report a stall once, and raise `CollectiveTimeout` when the time is over.
 
@@ -292,7 +292,9 @@ class Deadline:
             )
 
     def _missing(
-        self, pending: Sequence[Message], culprit: Callable[[Sequence[Message]], str | None]
+        self,
+        pending: Sequence[PendingMessage],
+        culprit: Callable[[Sequence[PendingMessage]], str | None],
     ) -> str:
         found = culprit(pending)
         due = found or ", ".join(dict.fromkeys(m.describe() for m in pending))

@@ -37,14 +37,14 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
-from collectives.transport import liveness, backoff
-from collectives.transport.mpi_messages import Endpoint, MpiMessage
-from collectives.transport.backoff import Ranks, Wait
+from collectives.transport import backoff, liveness
+from collectives.transport.backoff import Backoff, RankSet
+from collectives.transport.mpi_messages import MpiEndpoint, MpiRequest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Here", "News", "Whereabouts", "current", "install", "next_key"]
+__all__ = ["MeetingState", "Departure", "FailureDetector", "current", "install", "next_key"]
 
 _ASK, _TELL, _COME, _FAIL = 1, 2, 3, 4  # tags
 _QUESTION = struct.Struct("q")  # key of the communicator; with _FAIL the exit status
@@ -75,7 +75,7 @@ _LONGEST_CHAIN = 8
 _LOOK_AGAIN = 0.002
 
 
-class News(NamedTuple):
+class Departure(NamedTuple):
     """That a rank of the world has left.
 
     Attributes:
@@ -89,7 +89,7 @@ class News(NamedTuple):
     heard: float
 
 
-class Here(NamedTuple):
+class MeetingState(NamedTuple):
     """Who is at a meeting.
 
     Attributes:
@@ -101,7 +101,7 @@ class Here(NamedTuple):
     come: set[int]
 
 
-class Whereabouts(Ranks):
+class FailureDetector(RankSet):
     """Questions and answers among all processes of a job; from any thread that may use MPI.
 
     Args:
@@ -112,7 +112,7 @@ class Whereabouts(Ranks):
     def __init__(self, world: MPI.Comm, last_call: Callable[[], str]) -> None:
         from mpi4py import MPI
 
-        self.endpoint = Endpoint(world)
+        self.endpoint = MpiEndpoint(world)
         self.status: MPI.Status | None = None  # lengths are those that were sent
         self._mpi = self._last = self.endpoint.mpi
         self._error = MPI.Exception
@@ -123,11 +123,11 @@ class Whereabouts(Ranks):
         self._lock = threading.Lock()
         self._asked: dict[tuple[int, int], float] = {}  # (rank, key) that this rank has asked, when
         self._asking: set[tuple[int, int]] = set()  # (rank, key) that have asked this one
-        self._news: dict[tuple[int, int], News] = {}  # by teller and key
+        self._news: dict[tuple[int, int], Departure] = {}  # by teller and key
         self._awaits: dict[tuple[int, int], int] = {}  # (teller, key) -> whom the teller waits for
         self._waiting: dict[int, tuple[int, float]] = {}  # key -> whom this rank waits for, when
-        self._failed: dict[int, News] = {}  # key -> why this rank waits no more
-        self._end: News | None = None  # of this rank's program
+        self._failed: dict[int, Departure] = {}  # key -> why this rank waits no more
+        self._end: Departure | None = None  # of this rank's program
         self._come: set[tuple[int, int]] = set()  # (rank, key) that have come to a meeting
         self._failed_ranks: set[int] = set()  # their exit status was received
 
@@ -136,7 +136,7 @@ class Whereabouts(Ranks):
         """Whether this process is the rank, not a forked child of it."""
         return os.getpid() == self._process
 
-    def look(self, key: int, peers: Sequence[int]) -> News | None:
+    def probe(self, key: int, peers: Sequence[int]) -> Departure | None:
         """Ask the ranks that this one waits for, once, and answer who asks this one.
 
         Args:
@@ -154,23 +154,23 @@ class Whereabouts(Ranks):
                 if (peer, key) not in self._asked:
                     self._ask(peer, key)
             for peer in peers:
-                if (news := self._news_of(peer, key)) is not None:
+                if (news := self._departure_of(peer, key)) is not None:
                     self._fail(key, news)
                     return news
         return None
 
-    def come(self, key: int, peers: Sequence[int]) -> None:
+    def join_meeting(self, key: int, peers: Sequence[int]) -> None:
         """Tell ranks that this one has come to the meeting of a communicator."""
         with self._lock:
             for peer in peers:
                 self._send(_QUESTION.pack(key), peer, _COME)
 
-    def here(self, key: int) -> Here:
+    def meeting_state(self, key: int) -> MeetingState:
         """Return the ranks that have come to a meeting, and those that never will."""
         with self._lock:
             self._take()
             dead = self.endpoint.dead()
-            return Here(set(dead), {rank for rank, of in self._come if of == key})
+            return MeetingState(set(dead), {rank for rank, of in self._come if of == key})
 
     def send_failure(self, status: int) -> None:
         """Send the exit status of this rank, which fails, to all other ranks."""
@@ -180,7 +180,7 @@ class Whereabouts(Ranks):
             for rank in range(self.size):
                 if rank != self.rank:
                     self._send(_QUESTION.pack(status), rank, _FAIL)
-        backoff.until(self._all_sent, _SEND_WITHIN, _LOOK_AGAIN)
+        backoff.poll_until(self._all_sent, _SEND_WITHIN, _LOOK_AGAIN)
 
     def failed(self) -> set[int]:
         """Return the ranks that have sent the exit status of a failure."""
@@ -204,13 +204,13 @@ class Whereabouts(Ranks):
         if self.is_mine:
             with self._lock:
                 self._take()
-                self._fail(key, News(rank, how, time.monotonic()))
+                self._fail(key, Departure(rank, how, time.monotonic()))
 
-    def _fail(self, key: int, news: News) -> None:
+    def _fail(self, key: int, news: Departure) -> None:
         self._failed[key] = news
         self._tell_all(key, news)
 
-    def chain(self, key: int, peers: Sequence[int]) -> list[int]:
+    def wait_chain(self, key: int, peers: Sequence[int]) -> list[int]:
         """Return whom this rank waits for, whom that one waits for, and so on, as far as they say.
 
         Takes some tenths of a second.
@@ -223,7 +223,7 @@ class Whereabouts(Ranks):
             found.append(following)
         return found
 
-    def stay(self) -> None:
+    def serve_until_exit(self) -> None:
         """Answer who asks, until all ranks have ended their programs; harmless when repeated.
 
         To be called at the end of the program, before MPI is finalized.
@@ -234,24 +234,24 @@ class Whereabouts(Ranks):
             return
         with self._lock:
             how = f"has ended its program ({self._last_call()})"
-            self._end = News(self.rank, how, time.monotonic())
+            self._end = Departure(self.rank, how, time.monotonic())
             self._take()
             self._tell_all(None, self._end)
-        if liveness.is_lifted():
+        if liveness.is_disarmed():
             self._meet_at_end()
             return
         try:
             together = self._last.Ibarrier()
-            wait = Wait()
+            wait = Backoff()
             while not together.Test():
                 with self._lock:
                     self._take()
                 if wait.pause():
-                    liveness.look_before_exit()
+                    liveness.check_before_exit()
         except self._error:  # a rank has died, of which this one may not have heard before
             if self.failed():
                 self._meet_at_end(_MEET_WITHIN)
-            liveness.limit_exit()
+            liveness.arm()
             liveness.prepare_exit()
 
     def _meet_at_end(self, limit: float = math.inf) -> None:
@@ -263,13 +263,15 @@ class Whereabouts(Ranks):
             limit: seconds to wait at most.
         """
         others = set(range(self.size)) - {self.rank}
-        self.come(_EVERYWHERE, sorted(others))
-        wait, give_up = Wait(), time.monotonic() + limit
-        while not others <= set.union(*self.here(_EVERYWHERE)) and time.monotonic() < give_up:
+        self.join_meeting(_EVERYWHERE, sorted(others))
+        wait, give_up = Backoff(), time.monotonic() + limit
+        while (
+            not others <= set.union(*self.meeting_state(_EVERYWHERE)) and time.monotonic() < give_up
+        ):
             wait.pause()
-        liveness.end_soon()
+        liveness.fire_soon()
 
-    def _news_of(self, peer: int, key: int) -> News | None:
+    def _departure_of(self, peer: int, key: int) -> Departure | None:
         """Return why a rank will not come: another one has ended, or itself some time ago."""
         if (peer, key) in self._news:
             return self._news[peer, key]
@@ -310,7 +312,7 @@ class Whereabouts(Ranks):
             else:
                 key = _EVERYWHERE if source == rank else key
                 text = answer[_ANSWER.size :].decode(errors="replace")
-                self._news.setdefault((source, key), News(rank, text, time.monotonic()))
+                self._news.setdefault((source, key), Departure(rank, text, time.monotonic()))
 
     def _messages(self, tag: int) -> list[tuple[int, bytes]]:
         """Return the messages that have come, and their sources."""
@@ -333,16 +335,18 @@ class Whereabouts(Ranks):
         with self._lock:
             self._awaits.pop((peer, key), None)
             self._ask(peer, key)
-        backoff.until(lambda: self._has_said(peer, key, peers), _ANSWERS_WITHIN, _LOOK_AGAIN)
+        backoff.poll_until(
+            lambda: self._has_answered(peer, key, peers), _ANSWERS_WITHIN, _LOOK_AGAIN
+        )
         return self._awaits.get((peer, key))
 
-    def _has_said(self, peer: int, key: int, peers: Sequence[int]) -> bool:
+    def _has_answered(self, peer: int, key: int, peers: Sequence[int]) -> bool:
         """Look whether a rank has said whom it waits for, and answer those who ask this one."""
         with self._lock:
             self._note(key, peers)
             return (peer, key) in self._awaits
 
-    def _tell_all(self, key: int | None, news: News) -> None:
+    def _tell_all(self, key: int | None, news: Departure) -> None:
         """Tell the ranks that have asked this one, in one communicator or in any."""
         for rank, asked in self._asking:
             if key in (None, asked):
@@ -353,14 +357,14 @@ class Whereabouts(Ranks):
 
     def _send(self, text: bytes, dest: int, tag: int) -> None:
         data = np.frombuffer(text, np.uint8)
-        MpiMessage(self, data, dest, "receive").start(self._mpi.Isend, tag)
+        MpiRequest(self, data, dest, "receive").start(self._mpi.Isend, tag)
 
-    def lost(self, message: MpiMessage, error: RuntimeError) -> bool:
+    def lost(self, message: MpiRequest, error: RuntimeError) -> bool:
         """Give a message up: the dead need none."""
         return message.give_up()
 
 
-current: Whereabouts | None = None
+current: FailureDetector | None = None
 _outlives_ranks = False
 _attribute = 0  # of MPI's communicator of this process alone
 _keys = 1
@@ -381,9 +385,9 @@ def install(world: MPI.Comm, last_call: Callable[[], str], outlives_ranks: bool 
     if current is None and world.Get_size() > 1:
         from mpi4py import MPI
 
-        current, _outlives_ranks = Whereabouts(world, last_call), outlives_ranks
+        current, _outlives_ranks = FailureDetector(world, last_call), outlives_ranks
         # MPI_Finalize begins by deleting the attributes of this communicator.
-        _attribute = MPI.Comm.Create_keyval(delete_fn=_stay)
+        _attribute = MPI.Comm.Create_keyval(delete_fn=_serve_until_exit)
         MPI.COMM_SELF.Set_attr(_attribute, True)
 
 
@@ -399,9 +403,9 @@ def next_key(agree: Callable[[int], int]) -> int:
     return key
 
 
-def _stay(*_: Any) -> None:
+def _serve_until_exit(*_: Any) -> None:
     if current is not None:
-        current.stay()
+        current.serve_until_exit()
 
 
 # Registered when this package is imported, so called after what programs register themselves.
@@ -417,4 +421,4 @@ def _at_exit() -> None:
         # If a rank is killed in MPI_Finalize, the other ranks do not always return from it (in 1 of
         # 14 runs of 3 ranks on busy cores).
         if _outlives_ranks:
-            liveness.limit_finalize()
+            liveness.arm_for_finalize()

@@ -21,9 +21,9 @@ import numpy.typing as npt
 from collectives.arrays import dtypes
 from collectives.arrays.host_arrays import Array
 from collectives.core.errors import CollectiveError
-from collectives.transport.backoff import Ranks
+from collectives.transport.backoff import RankSet
 
-__all__ = ["ARRAY", "OBJECT", "Envelope", "Head", "is_short", "read", "write"]
+__all__ = ["ARRAY", "OBJECT", "Envelope", "Header", "is_short", "read", "write"]
 
 _MAGIC = 0xA11B
 # Magic, kind, number of dimensions, bytes of a long dtype, a short dtype, tag.
@@ -57,7 +57,7 @@ class Envelope(NamedTuple):
     dtype: np.dtype[np.generic]
 
 
-class Head(NamedTuple):
+class Header(NamedTuple):
     """What has come of an array.
 
     Attributes:
@@ -104,7 +104,7 @@ def write(array: Array, flat: Array, tag: int, kind: str) -> Array:
     return head
 
 
-def read(head: npt.NDArray[np.uint8], source: int, ranks: Ranks) -> Head:
+def read(head: npt.NDArray[np.uint8], source: int, ranks: RankSet) -> Header:
     """Read a head that a rank has sent.
 
     Raises:
@@ -126,7 +126,7 @@ def read(head: npt.NDArray[np.uint8], source: int, ranks: Ranks) -> Head:
     dtype = _dtype(name)
     nbytes = math.prod(shape) * dtype.itemsize
     elements = head[start:] if nbytes + long_bytes <= _SHORT else None
-    return Head(Envelope(source, tag, shape, dtype), _KINDS[kind], nbytes, elements)
+    return Header(Envelope(source, tag, shape, dtype), _KINDS[kind], nbytes, elements)
 
 
 @functools.lru_cache(256)  # NumPy takes microseconds in either direction

@@ -32,16 +32,16 @@ from dataclasses import dataclass, field
 __all__ = [
     "Liveness",
     "create",
-    "end_soon",
-    "is_lifted",
-    "lift_limit",
-    "limit_exit",
-    "limit_finalize",
-    "look_before_exit",
+    "fire_soon",
+    "is_disarmed",
+    "disarm",
+    "arm",
+    "arm_for_finalize",
+    "check_before_exit",
     "note_failure",
     "prepare_exit",
     "set_finalizer",
-    "will_leave_with",
+    "announce_status",
 ]
 
 # How long MPI may take to end after a rank has died.
@@ -73,7 +73,7 @@ def create(directory: str = "/dev/shm") -> str:
     return path
 
 
-def limit_exit(seconds: float = _EXIT_SECONDS) -> None:
+def arm(seconds: float = _EXIT_SECONDS) -> None:
     """From now on, end this process soon after its program has ended, even if MPI does not.
 
     For a rank that learns that a rank has died, or has failed otherwise while others may not have.
@@ -90,7 +90,7 @@ def limit_exit(seconds: float = _EXIT_SECONDS) -> None:
         _exit_limit = min(_exit_limit, seconds)
 
 
-def limit_finalize() -> None:
+def arm_for_finalize() -> None:
     """Set the alarm for `MPI_Finalize`, which the exit of this process calls next.
 
     In a job that outlives its ranks one may be killed in there. The exit handlers after it have no
@@ -98,17 +98,17 @@ def limit_finalize() -> None:
     """
     global _ends_with_finalize
     _ends_with_finalize = _exit_limit == math.inf and not _lifted
-    limit_exit()
+    arm()
     prepare_exit()
 
 
-def lift_limit() -> None:
+def disarm() -> None:
     """Take the limit back: those that live go on, and will wait for each other at the end."""
     global _exit_limit, _lifted
     _exit_limit, _lifted = math.inf, True
 
 
-def end_soon() -> None:
+def fire_soon() -> None:
     """Set the alarm: those that live have waited for each other, and MPI has nothing more to do.
 
     But mpirun's own status is 0 where a signal has ended ranks of a job that outlives them: one
@@ -123,7 +123,7 @@ def end_soon() -> None:
         signal.alarm(_MET_EXIT_SECONDS)
 
 
-def will_leave_with(status: int) -> None:
+def announce_status(status: int) -> None:
     """Note the status with which the program is about to end on all ranks."""
     global _status
     _status = status
@@ -135,7 +135,7 @@ def note_failure(status: int) -> None:
     _failure = _failure or status
 
 
-def is_lifted() -> bool:
+def is_disarmed() -> bool:
     """Tell whether those that live have gone on after a death."""
     return _lifted
 
@@ -183,10 +183,10 @@ def _leave_to_parent() -> None:
 os.register_at_fork(after_in_child=_leave_to_parent)
 
 
-def look_before_exit() -> None:
+def check_before_exit() -> None:
     """Set the alarm if a rank has died while this one, whose program has ended, waits for all."""
     if _exit_limit == math.inf and any(sign.dead() for sign in list(_signs)):
-        limit_exit()
+        arm()
         prepare_exit()
 
 
@@ -232,14 +232,14 @@ class Liveness:
             return []
         before = self._words(file)
         others = [rank for rank, word in enumerate(before) if word > 0 and word != file.word]
-        unlocked = [rank for rank in others if not _locked(file.descriptor, rank)]
+        unlocked = [rank for rank in others if not _is_locked(file.descriptor, rank)]
         if not unlocked:
             return []
         # One that has left between the two looks says so by now: a lock goes after the word.
         after = self._words(file)
         return [rank for rank in unlocked if after[rank] == before[rank]]
 
-    def gone(self, rank: int) -> str:
+    def exited(self, rank: int) -> str:
         """Say how a rank has left in good order; empty if it has not."""
         return "" if self._file is None else _GONE.get(self._words(self._file)[rank], "")
 
@@ -322,7 +322,7 @@ def _write_word(file: _File, rank: int, size: int, word: int) -> None:
     os.pwrite(file.descriptor, _WORD.pack(word), size + rank * _WORD.size)
 
 
-def _locked(descriptor: int, byte: int) -> bool:
+def _is_locked(descriptor: int, byte: int) -> bool:
     """Tell whether another process holds a lock on one byte."""
     question = _FLOCK.pack(fcntl.F_WRLCK, os.SEEK_SET, byte, 1, 0)
     answer: bytes = fcntl.fcntl(descriptor, fcntl.F_GETLK, question)

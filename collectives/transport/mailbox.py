@@ -13,8 +13,8 @@ from typing import TYPE_CHECKING
 from collectives.arrays.host_arrays import Array
 from collectives.core.errors import CollectiveError, PeerFailure
 from collectives.transport import liveness
-from collectives.transport.mpi_messages import Endpoint, MpiMessage, is_death
-from collectives.transport.backoff import Message, Ranks
+from collectives.transport.backoff import PendingMessage, RankSet
+from collectives.transport.mpi_messages import MpiEndpoint, MpiRequest, is_death
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -24,7 +24,7 @@ __all__ = ["Mailbox", "MpiMailbox"]
 _HEAD, _FRAME = 2, 3  # tags
 
 
-class Mailbox(Ranks, ABC):
+class Mailbox(RankSet, ABC):
     """Messages among `size` ranks, of which this one is `rank`.
 
     Arrays are contiguous bytes, shape (n,), uint8. Heads, and frames, arrive from one rank in the
@@ -34,19 +34,19 @@ class Mailbox(Ranks, ABC):
     """
 
     @abstractmethod
-    def post(self, head: Array, dest: int) -> Message:
+    def send_nowait(self, head: Array, dest: int) -> PendingMessage:
         """Start sending at least one byte, of which the other side does not know."""
 
     @abstractmethod
-    def collect(self) -> tuple[int, Array] | None:
+    def poll(self) -> tuple[int, Array] | None:
         """Return the next head that has arrived and its source."""
 
     @abstractmethod
-    def send(self, frame: Array, dest: int) -> Message:
+    def send(self, frame: Array, dest: int) -> PendingMessage:
         """Start sending at least one byte, which the other side will `receive`."""
 
     @abstractmethod
-    def receive(self, into: Array, source: int) -> Message:
+    def receive(self, into: Array, source: int) -> PendingMessage:
         """Start receiving a frame of exactly this length."""
 
     @abstractmethod
@@ -70,18 +70,18 @@ class MpiMailbox(Mailbox):
     """
 
     def __init__(self, comm: MPI.Comm) -> None:
-        self.endpoint = Endpoint(comm)
+        self.endpoint = MpiEndpoint(comm)
         self.status: MPI.Status | None = None  # two threads look at messages
         self._mpi = self.endpoint.mpi
         self.rank = self._mpi.Get_rank()
         self.size = self._mpi.Get_size()
         self._dead: frozenset[int] = frozenset()
 
-    def post(self, head: Array, dest: int) -> Message:
+    def send_nowait(self, head: Array, dest: int) -> PendingMessage:
         """Start sending a head."""
-        return MpiMessage(self, head, dest, "receive").start(self._mpi.Isend, _HEAD)
+        return MpiRequest(self, head, dest, "receive").start(self._mpi.Isend, _HEAD)
 
-    def collect(self) -> tuple[int, Array] | None:
+    def poll(self) -> tuple[int, Array] | None:
         """Return the next head; MPI hears of a death while it is asked."""
         try:
             return self.endpoint.take(_HEAD)
@@ -89,13 +89,13 @@ class MpiMailbox(Mailbox):
             self._learn(error)
             return None
 
-    def send(self, frame: Array, dest: int) -> Message:
+    def send(self, frame: Array, dest: int) -> PendingMessage:
         """Start sending a long frame."""
-        return MpiMessage(self, frame, dest, "receive").start(self._mpi.Isend, _FRAME)
+        return MpiRequest(self, frame, dest, "receive").start(self._mpi.Isend, _FRAME)
 
-    def receive(self, into: Array, source: int) -> Message:
+    def receive(self, into: Array, source: int) -> PendingMessage:
         """Start receiving a long frame."""
-        return MpiMessage(self, into, source, "send").start(self._mpi.Irecv, _FRAME)
+        return MpiRequest(self, into, source, "send").start(self._mpi.Irecv, _FRAME)
 
     def dead(self) -> frozenset[int]:
         """Return who died; nobody where MPI does not tolerate it."""
@@ -106,7 +106,7 @@ class MpiMailbox(Mailbox):
         if all_together and not self._dead:
             self.endpoint.free()
 
-    def lost(self, message: MpiMessage, error: RuntimeError) -> bool:
+    def lost(self, message: MpiRequest, error: RuntimeError) -> bool:
         """Give up what goes to the dead, or raise `PeerFailure` for what was to come from them."""
         self._learn(error)
         message.give_up()
@@ -125,7 +125,7 @@ class MpiMailbox(Mailbox):
                 f"channel: MPI reports an error: {error} ({self.where})"
             ) from error
         if dead := self.endpoint.dead():
-            liveness.limit_exit()
+            liveness.arm()
             # Acknowledged deaths do not keep MPI from receiving from anybody else.
             self._mpi.Ack_failed()
             self._dead = frozenset(dead)

@@ -16,11 +16,11 @@ import numpy as np
 
 from collectives.arrays.host_arrays import Array
 from collectives.core.errors import CollectiveError, LaunchError, MismatchError, PeerFailure
-from collectives.transport import liveness, ulfm, backoff, failure_detector
+from collectives.transport import backoff, failure_detector, liveness, ulfm
+from collectives.transport.backoff import Backoff, Deadline, PendingMessage, this_thread
 from collectives.transport.mailbox import MpiMailbox
-from collectives.transport.mpi_messages import Endpoint, MpiMessage, is_death
-from collectives.transport.transport import InC, Transport
-from collectives.transport.backoff import Deadline, Message, Wait, this_thread
+from collectives.transport.mpi_messages import MpiEndpoint, MpiRequest, is_death
+from collectives.transport.transport import NativeMpi, Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
@@ -62,7 +62,7 @@ class MpiTransport(Transport):
     def __init__(self, comm: MPI.Comm, parent: MPI.Comm | None = None) -> None:
         from mpi4py import MPI
 
-        self.endpoint = Endpoint(comm, owned=parent is not None)
+        self.endpoint = MpiEndpoint(comm, owned=parent is not None)
         self.mpi = self.endpoint.mpi
         self.rank = self.mpi.Get_rank()
         self.size = self.mpi.Get_size()
@@ -74,17 +74,17 @@ class MpiTransport(Transport):
         # Whether threads of ours may call MPI while others do.
         self._any_thread = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
 
-    def _start_send(self, data: Array, dest: int) -> Message:
+    def _start_send(self, data: Array, dest: int) -> PendingMessage:
         return self._start(self.mpi.Isend, data, dest, "receive", self._tag)
 
-    def _start_receive(self, into: Array, source: int) -> Message:
+    def _start_receive(self, into: Array, source: int) -> PendingMessage:
         return self._start(self.mpi.Irecv, into, source, "send", self._tag)
 
-    def _start(self, begin: Any, array: Array, peer: int, verb: str, tag: int) -> Message:
+    def _start(self, begin: Any, array: Array, peer: int, verb: str, tag: int) -> PendingMessage:
         if not self._any_thread and not self._may_call_mpi:
             self.check_threads(f"message to or from {self.name([peer])}")
         try:
-            return MpiMessage(self, array, peer, verb).start(begin, tag)
+            return MpiRequest(self, array, peer, verb).start(begin, tag)
         except RuntimeError as error:
             raise self._explain(error, f"message to or from {self.name([peer])}") from error
 
@@ -94,12 +94,14 @@ class MpiTransport(Transport):
         return self._any_thread or this_thread.stop is None
 
     @property
-    def in_c(self) -> InC | None:
+    def native_mpi(self) -> NativeMpi | None:
         """MPI's own functions."""
         if not self._any_thread and not self._may_call_mpi:
             self.check_threads("message")
         functions = _functions()
-        return None if functions is None else InC(*functions, *self.endpoint.handles, self._tag)
+        return (
+            None if functions is None else NativeMpi(*functions, *self.endpoint.handles, self._tag)
+        )
 
     def error_of(self, code: int, operation: str) -> RuntimeError:
         """Return what an error of MPI means."""
@@ -107,18 +109,18 @@ class MpiTransport(Transport):
 
         return self._explain(MPI.Exception(code), operation)
 
-    def keep(self, memory: object) -> None:
+    def retain(self, memory: object) -> None:
         """Keep it as long as the process lives, and the communicator, too."""
         self.endpoint.kept.append(memory)
 
-    def lost(self, message: MpiMessage, error: RuntimeError) -> bool:
+    def lost(self, message: MpiRequest, error: RuntimeError) -> bool:
         """Let a wait find out what MPI's error means; the message keeps its memory."""
         raise error
 
-    def watch(self, start: Callable[..., MPI.Request], *arguments: Any) -> Message:
+    def watch(self, start: Callable[..., MPI.Request], *arguments: Any) -> PendingMessage:
         """Start an operation of MPI's own, such as a non-blocking collective, as a message."""
         # MPI does not say who is missing. Along this ring the news reaches all that wait.
-        message = MpiMessage(self, arguments, (self.rank + 1) % self.size, "enter")
+        message = MpiRequest(self, arguments, (self.rank + 1) % self.size, "enter")
         try:
             message.add(start(*arguments))
         except RuntimeError as error:
@@ -166,23 +168,23 @@ class MpiTransport(Transport):
         """Make a transport over MPI for the ranks that live."""
         numbers = self._numbers
         self.revoke()
-        ulfm.meet(self, self.mpi, numbers, self._key, deadline)
+        ulfm.rendezvous(self, self.mpi, numbers, self._key, deadline)
         try:
-            return ulfm.form(self.mpi, MpiTransport)
+            return ulfm.shrink_and_make(self.mpi, MpiTransport)
         except NotImplementedError as error:
             raise LaunchError(f"{deadline.operation}: this MPI cannot do that: {error}") from error
 
     def agree(self, flag: bool, deadline: Deadline) -> bool:
         """Tell whether all say yes, and none is dead."""
         self._meetings += 1
-        met = ulfm.meet(self, self.mpi, self._numbers, self._key, deadline, self._meetings)
+        met = ulfm.rendezvous(self, self.mpi, self._numbers, self._key, deadline, self._meetings)
         return met and ulfm.agree(self.mpi, flag)
 
     def revoke(self) -> None:
         """Let all ranks leave their operations, where MPI can do that."""
         ulfm.revoke(self.mpi)
 
-    def lane(self, number: int | None = None) -> MpiTransport:
+    def channel(self, number: int | None = None) -> MpiTransport:
         """Return messages over the same communicator with another tag."""
         from mpi4py import MPI
 
@@ -198,11 +200,11 @@ class MpiTransport(Transport):
         except RuntimeError as error:
             raise self._explain(error, "to_mpi") from error
 
-    def post(self, head: Array, dest: int) -> Message:
+    def send_nowait(self, head: Array, dest: int) -> PendingMessage:
         """Start sending what the other rank will collect."""
         return self._start(self.mpi.Isend, head, dest, "receive", _HEAD_TAG)
 
-    def collect(self) -> tuple[int, Array] | None:
+    def poll_mailbox(self) -> tuple[int, Array] | None:
         """Return what has come unasked."""
         return self.endpoint.take(_HEAD_TAG)
 
@@ -224,7 +226,7 @@ class MpiTransport(Transport):
         from mpi4py import MPI
 
         largest = np.array([number])
-        wait = Wait()
+        wait = Backoff()
         try:
             coming = self.mpi.Iallreduce(MPI.IN_PLACE, largest, MPI.MAX)
             self.endpoint.kept.append((coming, largest))
@@ -237,7 +239,7 @@ class MpiTransport(Transport):
         self.endpoint.kept.clear()
         return int(largest[0])
 
-    def look_around(self, operation: str, peers: Sequence[int] = ()) -> None:
+    def check_peers(self, operation: str, peers: Sequence[int] = ()) -> None:
         """Ask MPI whether a rank has died, and ranks that this one waits for where they are."""
         if not self._may_call_mpi:
             return
@@ -248,29 +250,31 @@ class MpiTransport(Transport):
         if dead := self.endpoint.dead():
             raise self._peer_failure(operation, dead)
         if failure_detector.current is not None:
-            news = failure_detector.current.look(self._key, [self._numbers[rank] for rank in peers])
+            news = failure_detector.current.probe(
+                self._key, [self._numbers[rank] for rank in peers]
+            )
             if news is not None:
                 raise PeerFailure(
-                    f"{operation}: {self._named([news.rank])} {news.text} ({self.where})"
+                    f"{operation}: {self._describe([news.rank])} {news.text} ({self.where})"
                 )
 
-    def pass_on(self, rank: int, how: str) -> None:
+    def propagate_failure(self, rank: int, how: str) -> None:
         """Tell those who ask that this rank fails, since another one has left."""
         if failure_detector.current is not None and self._may_call_mpi:
             failure_detector.current.fail(self._key, self._numbers[rank], how)
 
-    def culprit(self, pending: Sequence[Message]) -> str | None:
+    def blocking_rank(self, pending: Sequence[PendingMessage]) -> str | None:
         """Follow the ranks that wait for each other to the one that waits for nobody."""
         asked = failure_detector.current
         if asked is None or not self._may_call_mpi:
             return None
         due = dict.fromkeys(rank for message in pending for rank in message.peers)
-        chain = asked.chain(self._key, [self._numbers[rank] for rank in due])
+        chain = asked.wait_chain(self._key, [self._numbers[rank] for rank in due])
         if len(chain) < 2:
             return ""
         *others, last = chain
         waits = "waits" if len(others) == 1 else "wait"
-        return f"{self._named([last])}, for which {self._named(others)} {waits}, too"
+        return f"{self._describe([last])}, for which {self._describe(others)} {waits}, too"
 
     @functools.cached_property
     def _numbers(self) -> list[int]:
@@ -283,7 +287,7 @@ class MpiTransport(Transport):
         world.Free()
         return numbers
 
-    def _named(self, world_ranks: Sequence[int]) -> str:
+    def _describe(self, world_ranks: Sequence[int]) -> str:
         return self.name_of_world(world_ranks, self._numbers)
 
     def progress(self) -> None:
@@ -299,7 +303,7 @@ class MpiTransport(Transport):
             return error
         if is_death(error):
             # The news that somebody died may come before the news who.
-            backoff.until(self._knows_who_died, _NAME_WITHIN, _ASK_EVERY)
+            backoff.poll_until(self._knows_who_died, _NAME_WITHIN, _ASK_EVERY)
             return self._peer_failure(operation, self.endpoint.dead())
         where = f"({self.where})"
         if error.Get_error_class() == MPI.ERR_TRUNCATE:
@@ -310,7 +314,7 @@ class MpiTransport(Transport):
 
     def _peer_failure(self, operation: str, dead: Sequence[int]) -> PeerFailure:
         """Let all ranks leave their operations, and return the error for this one."""
-        liveness.limit_exit()
+        liveness.arm()
         self.revoke()
         what = f"{self.name(dead)} died" if dead else "some rank died, or has given up"
         return PeerFailure(f"{operation}: {what} ({self.where})")

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
 
 from collectives.core.errors import MismatchError
 
-__all__ = ["Endpoint", "MpiMessage", "Owner", "is_death"]
+__all__ = ["MpiEndpoint", "MpiRequest", "MessageOwner", "is_death"]
 
 # MPI counts are ints in many builds; longer arrays go as several messages.
 _MESSAGE_BYTES = 1 << 30
@@ -43,10 +43,10 @@ def is_death(error: RuntimeError) -> bool:
     return isinstance(error, MPI.Exception) and error.Get_error_class() in codes
 
 
-class Owner(Protocol):
+class MessageOwner(Protocol):
     """Who sends and receives messages."""
 
-    endpoint: Endpoint
+    endpoint: MpiEndpoint
 
     # For the lengths of what arrives; None where several threads look, or nobody minds.
     status: MPI.Status | None
@@ -58,11 +58,11 @@ class Owner(Protocol):
     def where(self) -> str:
         """This rank, as the last words of an error."""
 
-    def lost(self, message: MpiMessage, error: RuntimeError) -> bool:
+    def lost(self, message: MpiRequest, error: RuntimeError) -> bool:
         """Raise what MPI's error means, or give the message up: then it counts as done."""
 
 
-class MpiMessage:
+class MpiRequest:
     """One array as one or several messages of MPI, or an operation of MPI's own.
 
     Args:
@@ -74,7 +74,7 @@ class MpiMessage:
 
     __slots__ = ("_left", "_memory", "_owner", "_peer", "_requests", "verb")
 
-    def __init__(self, owner: Owner, memory: Any, peer: int, verb: str) -> None:
+    def __init__(self, owner: MessageOwner, memory: Any, peer: int, verb: str) -> None:
         self._owner = owner
         self._memory = memory
         self._peer = peer
@@ -82,7 +82,7 @@ class MpiMessage:
         self._requests: list[MPI.Request] = []
         self._left = 0  # bytes of the parts that are not done
 
-    def start(self, begin: Callable[..., MPI.Request], tag: int) -> MpiMessage:
+    def start(self, begin: Callable[..., MPI.Request], tag: int) -> MpiRequest:
         """Send or receive the memory by `Isend` or `Irecv`; returns the message."""
         array: Array = self._memory
         endpoint = self._owner.endpoint
@@ -154,7 +154,7 @@ class MpiMessage:
         )
 
 
-class Endpoint:
+class MpiEndpoint:
     """A private communicator, and the messages under way on it.
 
     Args:
@@ -168,7 +168,7 @@ class Endpoint:
         self.mpi = comm if owned else comm.Dup()
         self.byte = MPI.BYTE
         # Their memory must not be released as long as MPI may touch it.
-        self.live: set[MpiMessage] = set()
+        self.live: set[MpiRequest] = set()
         self.kept: list[object] = []  # the same of messages that compiled code has begun
         self._found = MPI.Status()
         self._any = MPI.ANY_SOURCE

@@ -17,17 +17,26 @@ import numpy as np
 from collectives.arrays import device
 from collectives.arrays.host_arrays import Array
 from collectives.core.errors import LaunchError
+from collectives.transport.backoff import (
+    POLLS,
+    Backoff,
+    CompletedWait,
+    Deadline,
+    PendingMessage,
+    RankSet,
+    describe_ranks,
+    this_thread,
+)
 from collectives.transport.mailbox import Mailbox
-from collectives.transport.backoff import POLLS, Deadline, Known, Message, Ranks, Wait, named, this_thread
 
-__all__ = ["Deadline", "InC", "Message", "Transport", "named", "this_thread"]
+__all__ = ["Deadline", "NativeMpi", "PendingMessage", "Transport", "describe_ranks", "this_thread"]
 
 
 # A message of no bytes: both sides know that nothing has to be sent.
-_NOTHING = Known("nothing", (), has_come=True)
+_NOTHING = CompletedWait("nothing", (), has_come=True)
 
 
-class InC(NamedTuple):
+class NativeMpi(NamedTuple):
     """What compiled code needs to send messages by MPI.
 
     Attributes:
@@ -44,7 +53,7 @@ class InC(NamedTuple):
     tag: int
 
 
-class Transport(Ranks, ABC):
+class Transport(RankSet, ABC):
     """Messages among `size` ranks, of which this one is `rank`.
 
     Messages between two ranks arrive in the order in which they were started. Arrays are
@@ -52,16 +61,16 @@ class Transport(Ranks, ABC):
     """
 
     @property
-    def whole(self) -> Transport:
+    def parent(self) -> Transport:
         """The group by whose numbers errors name ranks: another one if this is a part of it."""
         return self
 
-    def number(self, rank: int) -> int:
+    def parent_rank(self, rank: int) -> int:
         """Return the number that a rank of this transport has in the whole group."""
         return rank
 
     @property
-    def in_c(self) -> InC | None:
+    def native_mpi(self) -> NativeMpi | None:
         """How compiled code sends messages here, which meet those of Python; None if it cannot.
 
         Equal on all ranks, but for the numbers.
@@ -75,16 +84,16 @@ class Transport(Ranks, ABC):
         """Return what an error means that MPI has told compiled code."""
         raise NotImplementedError(f"error_of: {type(self).__name__} has no compiled messages")
 
-    def keep(self, memory: object) -> None:
+    def retain(self, memory: object) -> None:
         """Never release what messages of compiled code may still read or write."""
         raise NotImplementedError(f"keep: {type(self).__name__} has no compiled messages")
 
     @abstractmethod
-    def _start_send(self, data: Array, dest: int) -> Message:
+    def _start_send(self, data: Array, dest: int) -> PendingMessage:
         """Start sending a contiguous array of at least one byte."""
 
     @abstractmethod
-    def _start_receive(self, into: Array, source: int) -> Message:
+    def _start_receive(self, into: Array, source: int) -> PendingMessage:
         """Start receiving into a contiguous array of at least one byte."""
 
     @abstractmethod
@@ -118,7 +127,7 @@ class Transport(Ranks, ABC):
     def revoke(self) -> None:  # noqa: B027  (not every transport can do that)
         """Let all ranks leave what they do here, with `PeerFailure`; nothing can follow."""
 
-    def lane(self, number: int | None = None) -> Transport:
+    def channel(self, number: int | None = None) -> Transport:
         """Return messages among the same ranks that never meet those of this; sends nothing.
 
         It is the same transport under another tag, and closes with it.
@@ -128,11 +137,11 @@ class Transport(Ranks, ABC):
         """
         raise NotImplementedError(f"lane: {type(self).__name__} is only a part of a transport")
 
-    def post(self, head: Array, dest: int) -> Message:
+    def send_nowait(self, head: Array, dest: int) -> PendingMessage:
         """Start sending at least one byte of which the other side does not know; on a lane."""
         raise NotImplementedError(f"post: {type(self).__name__} is only a part of a transport")
 
-    def collect(self) -> tuple[int, Array] | None:
+    def poll_mailbox(self) -> tuple[int, Array] | None:
         """Return the next head that has come, from whomever, and its source; on a lane.
 
         Those of one rank come in the order in which it has posted them; errors as `wait`.
@@ -156,7 +165,7 @@ class Transport(Ranks, ABC):
     def close(self) -> None:
         """Release what the transport holds; closing twice is harmless."""
 
-    def look_around(  # noqa: B027  (not every transport can tell)
+    def check_peers(  # noqa: B027  (not every transport can tell)
         self, operation: str, peers: Sequence[int] = ()
     ) -> None:
         """Raise `PeerFailure` if any rank is known to be dead, also one that nothing is due from.
@@ -169,7 +178,7 @@ class Transport(Ranks, ABC):
             peers: the ranks that this one waits for.
         """
 
-    def pass_on(self, rank: int, how: str) -> None:  # noqa: B027  (not every transport can tell)
+    def propagate_failure(self, rank: int, how: str) -> None:  # noqa: B027  (not every transport can tell)
         """Tell ranks that wait for this one why it fails: another one of the group has left.
 
         Args:
@@ -177,7 +186,7 @@ class Transport(Ranks, ABC):
             how: as errors say it.
         """
 
-    def culprit(self, pending: Sequence[Message]) -> str | None:
+    def blocking_rank(self, pending: Sequence[PendingMessage]) -> str | None:
         """Name the rank that all wait for; "" if it owes one of `pending`, None if unknown."""
         return None
 
@@ -195,19 +204,19 @@ class Transport(Ranks, ABC):
         """Return what an error means to callers, who know nothing of how messages travel."""
         return error
 
-    def start_send(self, data: Array, dest: int) -> Message:
+    def start_send(self, data: Array, dest: int) -> PendingMessage:
         """Start sending `data`; it must not change until the message is done."""
         if type(data) is not np.ndarray:  # whose memory needs no look: 0.1 us
-            device.settle(data)
+            device.synchronize(data)
         return self._start_send(data, dest) if data.size else _NOTHING
 
-    def start_receive(self, into: Array, source: int) -> Message:
+    def start_receive(self, into: Array, source: int) -> PendingMessage:
         """Start receiving exactly `into.nbytes` bytes; `into` is undefined until done."""
         if type(into) is not np.ndarray:
-            device.settle(into)
+            device.synchronize(into)
         return self._start_receive(into, source) if into.size else _NOTHING
 
-    def poll(self, message: Message, operation: str) -> bool:
+    def poll(self, message: PendingMessage, operation: str) -> bool:
         """Tell whether a message is done, without waiting; errors as those of `wait`."""
         try:
             return message.done()
@@ -217,7 +226,7 @@ class Transport(Ranks, ABC):
                 raise
             raise meaning from error
 
-    def wait(self, messages: Sequence[Message], deadline: Deadline) -> None:
+    def wait(self, messages: Sequence[PendingMessage], deadline: Deadline) -> None:
         """Wait until every message is done.
 
         Raises:
@@ -243,14 +252,14 @@ class Transport(Ranks, ABC):
         if waits is not None:
             waits.waited(began, messages)
 
-    def _wait_long(self, messages: Sequence[Message], deadline: Deadline) -> None:
+    def _wait_long(self, messages: Sequence[PendingMessage], deadline: Deadline) -> None:
         """Wait while leaving the core to others, and look after the other ranks."""
-        wait = Wait()
+        wait = Backoff()
         while pending := [message for message in messages if not message.done()]:
-            deadline.check(self, pending, self.culprit)
+            deadline.check(self, pending, self.blocking_rank)
             if wait.pause():
                 peers = [rank for message in pending for rank in message.peers]
-                self.look_around(deadline.operation, list(dict.fromkeys(peers)))
+                self.check_peers(deadline.operation, list(dict.fromkeys(peers)))
 
     def send(self, data: Array, dest: int, deadline: Deadline) -> None:
         """Send `data` and wait until its memory may be used again."""

@@ -35,13 +35,13 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from collectives.core.errors import CollectiveError, PeerFailure
-from collectives.transport import liveness, failure_detector
-from collectives.transport.backoff import IN_RESERVE, Deadline, Known, Ranks, Wait
+from collectives.transport import failure_detector, liveness
+from collectives.transport.backoff import IN_RESERVE, Backoff, CompletedWait, Deadline, RankSet
 
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["agree", "form", "is_revoked", "meet", "revoke"]
+__all__ = ["agree", "shrink_and_make", "is_revoked", "rendezvous", "revoke"]
 
 T = TypeVar("T")
 
@@ -86,8 +86,8 @@ def revoke(comm: MPI.Comm) -> None:
             comm.Revoke()
 
 
-def meet(
-    ranks: Ranks,
+def rendezvous(
+    ranks: RankSet,
     comm: MPI.Comm,
     numbers: Sequence[int],
     key: int,
@@ -115,47 +115,49 @@ def meet(
         return _meet_by_agreement(ranks, comm, deadline, number)
     own = key | number << _KEY_BITS
     others = [rank for rank in range(ranks.size) if rank != ranks.rank]
-    world.come(own, [numbers[rank] for rank in others])
+    world.join_meeting(own, [numbers[rank] for rank in others])
     wait = _wait(deadline)
     give_up_at = math.inf
     while True:
-        dead, come = world.here(own)
+        dead, come = world.meeting_state(own)
         # First, because a rank may have died after it went to the last meeting. A rank that saw it
         # there calls Shrink and waits for this rank, which would wait for that one in Agree.
-        if number and not world.here(key).come.isdisjoint(numbers):
+        if number and not world.meeting_state(key).come.isdisjoint(numbers):
             return False
         missing = [rank for rank in others if numbers[rank] not in dead | come]
         if not missing:
             return True
         if time.monotonic() > give_up_at:
             return False
-        absent = [Known(f"{ranks.name([rank])} to come", (rank,), False) for rank in missing]
+        absent = [
+            CompletedWait(f"{ranks.name([rank])} to come", (rank,), False) for rank in missing
+        ]
         deadline.check(ranks, absent)
         if not wait.pause():
             continue
         if number and give_up_at == math.inf and is_revoked(comm):
             give_up_at = time.monotonic() + _GRACE
-        if news := world.look(own, [numbers[rank] for rank in missing]):
+        if news := world.probe(own, [numbers[rank] for rank in missing]):
             who = ranks.name_of_world([news.rank], numbers)
             raise PeerFailure(f"{deadline.operation}: {who} {news.text} ({ranks.where})")
 
 
-def _meet_by_agreement(ranks: Ranks, comm: MPI.Comm, deadline: Deadline, number: int) -> bool:
+def _meet_by_agreement(ranks: RankSet, comm: MPI.Comm, deadline: Deadline, number: int) -> bool:
     """Do so where ranks cannot be asked: one that has ended its program is not seen."""
     while True:
-        come = _kinds(ranks, comm, deadline, _MEETING if number else _LAST_MEETING)
+        come = _meeting_kinds(ranks, comm, deadline, _MEETING if number else _LAST_MEETING)
         if come or number:
             return bool(come)
         # Some were at another meeting, which has ended for them, and come to this one.
 
 
-def _kinds(ranks: Ranks, comm: MPI.Comm, deadline: Deadline, kind: int) -> int:
+def _meeting_kinds(ranks: RankSet, comm: MPI.Comm, deadline: Deadline, kind: int) -> int:
     """Return the kind of the meeting to which all that live have come; 0 if to several."""
     from mpi4py import MPI
 
     bits = np.array([kind], np.intc)  # that of all: bit by bit
     others = tuple(rank for rank in range(ranks.size) if rank != ranks.rank)
-    absent = [Known("other ranks to come", others, False)]
+    absent = [CompletedWait("other ranks to come", others, False)]
     wait = _wait(deadline)
     coming = comm.Iagree(bits)
     try:
@@ -170,8 +172,8 @@ def _kinds(ranks: Ranks, comm: MPI.Comm, deadline: Deadline, kind: int) -> int:
     return int(bits[0])
 
 
-def _wait(deadline: Deadline) -> Wait:
-    return Wait(pace=IN_RESERVE) if deadline.limit == math.inf else Wait()
+def _wait(deadline: Deadline) -> Backoff:
+    return Backoff(pace=IN_RESERVE) if deadline.limit == math.inf else Backoff()
 
 
 def agree(comm: MPI.Comm, flag: bool) -> bool:
@@ -184,7 +186,9 @@ def agree(comm: MPI.Comm, flag: bool) -> bool:
         return False
 
 
-def form(comm: MPI.Comm, make: Callable[[MPI.Comm, MPI.Comm | None], T]) -> tuple[T, list[int]]:
+def shrink_and_make(
+    comm: MPI.Comm, make: Callable[[MPI.Comm, MPI.Comm | None], T]
+) -> tuple[T, list[int]]:
     """Make something of a communicator of the ranks that live; *collective* over these.
 
     Args:
@@ -214,7 +218,7 @@ def form(comm: MPI.Comm, make: Callable[[MPI.Comm, MPI.Comm | None], T]) -> tupl
             before.Free()
             if not is_whole:
                 _parts.append(part)
-            liveness.lift_limit()
+            liveness.disarm()
             return made, numbers
         _given_up.append((part, made))
 
@@ -242,9 +246,9 @@ def _meet_at_end() -> None:
     if MPI.Is_finalized():
         return
     liveness.prepare_exit()
-    wait = Wait()
+    wait = Backoff()
     for coming in [part.Iagree(np.array([1], np.intc)) for part in _parts]:
         with contextlib.suppress(MPI.Exception):  # that a rank has died: they have agreed
             while not coming.Test():
                 wait.pause()
-    liveness.end_soon()
+    liveness.fire_soon()

@@ -12,11 +12,11 @@ import numpy.typing as npt
 from strategies.accumulators.engine import Accumulation, Apply, Take
 from strategies.accumulators.remote import Engine, open_accumulation
 from strategies.accumulators.sums import Part, checked
+from strategies.core.sparse import Rows
 from strategies.errors import InvalidArgumentError
 from strategies.rpc.operation import perform
 from strategies.rpc.service import Service
 from strategies.rpc.wire import Array, dtype_named
-from strategies.core.sparse import Rows
 
 __all__ = ["ConditionalAccumulator", "SparseConditionalAccumulator", "shared_accumulator"]
 

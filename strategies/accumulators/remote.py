@@ -13,13 +13,13 @@ import numpy as np
 
 from strategies.accumulators.engine import Accumulation, Apply, Take
 from strategies.accumulators.sums import Gradient, Part
+from strategies.core.sparse import Rows
 from strategies.errors import DataLossError
+from strategies.rpc.client import Answer
 from strategies.rpc.operation import Attempt, RemoteAttempts, serve
 from strategies.rpc.registry import ResourceKind, register
 from strategies.rpc.server_requests import Work
-from strategies.rpc.client import Answer
 from strategies.rpc.service import Service
-from strategies.core.sparse import Rows
 
 __all__ = ["KIND", "Engine", "RemoteAccumulation", "open_accumulation"]
 

@@ -8,11 +8,11 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from strategies.core import sparse, gradient_sums
+from strategies.core import gradient_sums, sparse
 from strategies.core.array_ops import COMPUTE
+from strategies.core.sparse import Rows
 from strategies.errors import InvalidArgumentError
 from strategies.rpc.wire import Array
-from strategies.core.sparse import Rows
 
 __all__ = ["Gradient", "Part", "Sum", "checked", "form_of"]
 

@@ -23,8 +23,8 @@ import numpy as np
 
 import collectives as cc
 from strategies.core import agreement, array_ops
-from strategies.optimizers.base import Optimizer
 from strategies.core.pytree import extra_states, is_module, named_leaves, state_of, value_of
+from strategies.optimizers.base import Optimizer
 
 __all__ = [
     "ON_PURPOSE",

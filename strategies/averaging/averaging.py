@@ -18,8 +18,6 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies.core import array_ops
-from strategies.core.agreement import raise_everywhere
 from strategies.averaging import alike
 from strategies.averaging.alike import Fact
 from strategies.averaging.bucketed import Bucketed
@@ -29,8 +27,10 @@ from strategies.averaging.passes import Contribution
 from strategies.averaging.rule import OPERATION, Rule
 from strategies.averaging.settings import BITS, SettingsChecksum
 from strategies.averaging.status import Exchange, Status
-from strategies.optimizers.clipping import clip_by_global_norm
+from strategies.core import array_ops
+from strategies.core.agreement import raise_everywhere
 from strategies.core.sparse import Rows
+from strategies.optimizers.clipping import clip_by_global_norm
 
 __all__ = ["Averaging"]
 

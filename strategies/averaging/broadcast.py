@@ -10,10 +10,20 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 import collectives as cc
+from strategies.checkpoint.state_protocols import as_key, key_data, key_kind
 from strategies.core import agreement
 from strategies.core.array_ops import dtype_name, is_array
-from strategies.core.pytree import WHOLE, extra_states, is_module, is_pair, map_leaves, named_leaves, registered, state_of, value_of
-from strategies.checkpoint.state_protocols import as_key, key_data, key_kind
+from strategies.core.pytree import (
+    WHOLE,
+    extra_states,
+    is_module,
+    is_pair,
+    map_leaves,
+    named_leaves,
+    registered,
+    state_of,
+    value_of,
+)
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 

@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from typing import Any, NamedTuple
 
-from strategies.core import array_ops
 from strategies.averaging import alike
 from strategies.averaging.alike import Fact
+from strategies.core import array_ops
 
 __all__ = ["Leaf", "LeafSpec"]
 

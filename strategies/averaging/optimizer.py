@@ -9,16 +9,16 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 import collectives as cc
-from strategies.core import gradient_sums
-from strategies.core.array_ops import is_array
 from strategies.averaging.alike import Fact, facts_of_optimizer, settings_of
 from strategies.averaging.averaging import Averaging
 from strategies.averaging.leaf import Leaf
 from strategies.averaging.passes import Passes
 from strategies.averaging.rule import Rule
+from strategies.core import gradient_sums
+from strategies.core.array_ops import is_array
+from strategies.core.sparse import Rows, fitted
 from strategies.optimizers.pairs import is_variable, refuse_jax, split
 from strategies.replicas import context
-from strategies.core.sparse import Rows, fitted
 
 __all__ = ["ArrayOptimizer", "AveragingOptimizer", "identity", "like_variables"]
 
@@ -73,7 +73,7 @@ class AveragingOptimizer:
         self._rule = rule
         self._settings = settings or partial(settings_of, optimizer)
         self._state = list[Fact] if settings else partial(facts_of_optimizer, optimizer)
-        self._averaging = self._begun(comm)
+        self._averaging = self._begin(comm)
         self._passes = Passes(rule.backward_passes_per_step)
 
     def __reduce__(self) -> tuple[Any, ...]:
@@ -146,14 +146,14 @@ class AveragingOptimizer:
         For ranks that have outlived others: what the old communicator held is let go.
         """
         self.comm = comm
-        self._averaging = self._begun(comm)
+        self._averaging = self._begin(comm)
         self._passes.clear()
 
     def close(self) -> None:
         """Release the buckets; *collective*. They are made anew when they are needed."""
         self._averaging.close()
 
-    def _begun(self, comm: cc.Communicator) -> Averaging:
+    def _begin(self, comm: cc.Communicator) -> Averaging:
         return Averaging(comm, self._rule, self._settings, self._state)
 
 

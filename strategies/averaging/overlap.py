@@ -75,7 +75,7 @@ class Overlap:
                 self._twice = True
                 return
             self._begun.add(position)
-            self._put(position, gradient)
+            self._write(position, gradient)
 
     def finish(self) -> list[Any]:
         """Return the results, one for each place; *collective*.
@@ -86,7 +86,7 @@ class Overlap:
             CollectiveTimeout, PeerFailure: a rank does not come.
         """
         for position in self._places.keys() - self._begun:
-            self._put(position, None)
+            self._write(position, None)
         if self._misplaced is not None:
             self._buckets.end_by(self._misplaced)
         if self.error is None:
@@ -114,7 +114,7 @@ class Overlap:
             and expected <= set(unchanged)
         )
 
-    def _put(self, position: int, gradient: Any) -> None:
+    def _write(self, position: int, gradient: Any) -> None:
         if self.error is None:
             place = self._places[position]
             try:

@@ -69,10 +69,14 @@ class Passes:
             if not alone and self._error is None:
                 weight = 1 if examples is None else examples
                 known = self._sums or [None] * len(gradients)
-                self._sums = [gradient_sums.add(s, g, weight) for s, g in zip(known, gradients, strict=True)]
+                self._sums = [
+                    gradient_sums.add(s, g, weight) for s, g in zip(known, gradients, strict=True)
+                ]
             self._examples = None if examples is None else (self._examples or 0) + examples
             # Sums over examples would not fit a bucket of 16 bits, means do.
-            means = [gradient_sums.over(s, self._examples or 1) for s in self._sums] if complete else []
+            means = (
+                [gradient_sums.over(s, self._examples or 1) for s in self._sums] if complete else []
+            )
         except Exception as caught:
             self._error = self._error or caught
             means = []

@@ -7,15 +7,15 @@ from functools import partial
 from typing import Any, NamedTuple
 
 import collectives as cc
-from strategies.core import array_ops, gradient_sums
 from strategies.averaging.alike import settings_of
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer, like_variables
 from strategies.averaging.rule import Rule
+from strategies.core import array_ops, gradient_sums
+from strategies.core.sparse import Rows
 from strategies.errors import InvalidArgumentError
 from strategies.optimizers.pairs import split
 from strategies.replicas import reductions
 from strategies.replicas.context import ReplicaStrategy
-from strategies.core.sparse import Rows
 
 __all__ = ["Gradients", "Optimizers", "combine"]
 
@@ -161,7 +161,9 @@ def _check_owner(strategy: ReplicaStrategy, pairs: Sequence[tuple[Any, Any]]) ->
             )
 
 
-def _mean(column: list[Any], weights: list[float], name: str, memory: gradient_sums.Memory | None) -> Any:
+def _mean(
+    column: list[Any], weights: list[float], name: str, memory: gradient_sums.Memory | None
+) -> Any:
     """Average the gradients of one variable."""
     given = [
         g if isinstance(g, Rows) else reductions.as_array(g, "apply_gradients")

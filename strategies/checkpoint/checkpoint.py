@@ -24,14 +24,14 @@ import numpy.typing as npt
 
 from strategies import errors
 from strategies.checkpoint import manifest, shards, transaction
+from strategies.checkpoint.boxes import Box, Slice, inside, whole
 from strategies.checkpoint.checkpoint_listing import best, choose, latest, name_of, places
-from strategies.checkpoint.storage import Location, explained, located
 from strategies.checkpoint.manifest import Manifest, SliceEntry, TensorEntry
 from strategies.checkpoint.retention import Rules
 from strategies.checkpoint.shards import Piece, Target, Targets
-from strategies.checkpoint.write_plan import Holding, writers
-from strategies.checkpoint.boxes import Box, Slice, inside, whole
+from strategies.checkpoint.storage import Location, explained, located
 from strategies.checkpoint.transaction import Writing
+from strategies.checkpoint.write_plan import Holding, writers
 
 __all__ = [
     "Checkpoint",

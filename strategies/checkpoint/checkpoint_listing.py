@@ -13,8 +13,8 @@ import re
 
 from strategies import errors
 from strategies.checkpoint import manifest, retention
-from strategies.checkpoint.storage import Location, Url, exists, explained, folders, located
 from strategies.checkpoint.retention import Best
+from strategies.checkpoint.storage import Location, Url, exists, explained, folders, located
 
 __all__ = ["DIRECTORY_NAME", "best", "choose", "complete", "latest", "name_of", "places"]
 

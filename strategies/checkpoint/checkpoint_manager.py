@@ -12,19 +12,26 @@ import numpy.typing as npt
 
 import collectives as cc
 from strategies import errors
-from strategies.core.agreement import first_difference
-from strategies.core.process_group import Ranks
-from strategies.checkpoint import checkpoint, checkpoint_listing, manifest, read_plan, write_plan, sharded_writing
+from strategies.checkpoint import (
+    checkpoint,
+    checkpoint_listing,
+    manifest,
+    read_plan,
+    sharded_writing,
+    write_plan,
+)
 from strategies.checkpoint.async_writer import Background
+from strategies.checkpoint.atomic_io import DirectoryLock
+from strategies.checkpoint.boxes import Slice
 from strategies.checkpoint.checkpoint import Draft
 from strategies.checkpoint.checkpoint_listing import name_of
-from strategies.checkpoint.atomic_io import DirectoryLock
-from strategies.checkpoint.storage import Location, Url, located
 from strategies.checkpoint.manifest import Manifest
 from strategies.checkpoint.read_plan import Wanted
 from strategies.checkpoint.retention import Best, Rules
 from strategies.checkpoint.shards import Piece
-from strategies.checkpoint.boxes import Slice
+from strategies.checkpoint.storage import Location, Url, located
+from strategies.core.agreement import first_difference
+from strategies.core.process_group import Ranks
 
 __all__ = ["CheckpointManager"]
 
@@ -159,7 +166,7 @@ class CheckpointManager:
             given = checkpoint.pieces(draft)
             if self._background is None:
                 return checkpoint.write_alone(self._directory, draft, given)
-            copied = self._copied(given)
+            copied = self._copy_arrays(given)
             rest = self._background.rest
             self._behind(lambda: checkpoint.write_alone(self._directory, draft, copied, rest))
             return self._directory / name_of(draft.step)
@@ -181,7 +188,7 @@ class CheckpointManager:
         share = write_plan.writers([held for _, held in gathered])[comm.rank]
         number, given = crew.next(), checkpoint.pieces(draft, share)
         if self._background is not None:
-            given = self._ranks.prepared("save: copy", lambda: self._copied(given))
+            given = self._ranks.prepared("save: copy", lambda: self._copy_arrays(given))
             rest = self._background.rest
             self._behind(
                 (lambda: crew.follow(given, number, rest))
@@ -317,7 +324,7 @@ class CheckpointManager:
         if self._lock is None and not isinstance(self._directory, Url):
             self._lock = DirectoryLock(self._directory)
 
-    def _copied(self, given: list[Piece]) -> list[Piece]:
+    def _copy_arrays(self, given: list[Piece]) -> list[Piece]:
         """Copy the arrays, into memory of the save before where that fits."""
         old, copies = self._copies, {}
         for piece in given:

@@ -38,8 +38,8 @@ import numpy as np
 
 from collectives import __version__
 from strategies import errors
-from strategies.checkpoint.storage import Location, length, opened
 from strategies.checkpoint.boxes import Box, check_tiles, whole
+from strategies.checkpoint.storage import Location, length, opened
 
 __all__ = [
     "CHECKSUM",
@@ -227,7 +227,7 @@ def _decode(data: bytes, path: Location) -> Manifest:
         seal = body.pop("self_checksum", None)
         if seal != zlib.crc32(_canonical(body)):
             raise ValueError("checksum of the manifest differs")
-        return _checked(body)
+        return _check(body)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
         what = f"missing {error}" if isinstance(error, KeyError) else str(error)
         raise errors.DataLossError(
@@ -235,7 +235,7 @@ def _decode(data: bytes, path: Location) -> Manifest:
         ) from error
 
 
-def _checked(body: dict[str, Any]) -> Manifest:
+def _check(body: dict[str, Any]) -> Manifest:
     schema = _count(body["schema"], "schema")
     if CHECKSUMS.get(schema) != body["checksum"]:
         raise ValueError(f"unknown schema {schema} or checksum {body['checksum']!r}")

@@ -15,13 +15,13 @@ import numpy.typing as npt
 
 import collectives as cc
 from strategies import errors
-from strategies.core.process_group import Ranks
 from strategies.checkpoint import checkpoint, shards
-from strategies.checkpoint.storage import Location
+from strategies.checkpoint.boxes import Box, inside, lies_in, whole
 from strategies.checkpoint.manifest import DTYPES, Manifest
 from strategies.checkpoint.shards import Target
+from strategies.checkpoint.storage import Location
 from strategies.checkpoint.write_plan import least_loaded
-from strategies.checkpoint.boxes import Box, inside, lies_in, whole
+from strategies.core.process_group import Ranks
 
 __all__ = ["Wanted", "parts", "read_together", "share_out", "wanted"]
 

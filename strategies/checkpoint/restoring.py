@@ -12,11 +12,12 @@ from collections.abc import Callable, Mapping
 from typing import Any
 
 import collectives as cc
-from strategies.core import array_ops; from strategies import errors
+from strategies import errors
 from strategies.checkpoint import state_protocols as kinds
-from strategies.checkpoint.serialization import Arrays
-from strategies.checkpoint.distributed_tensors import Parts, like, slice_of
 from strategies.checkpoint.boxes import Slice
+from strategies.checkpoint.distributed_tensors import Parts, like, slice_of
+from strategies.checkpoint.serialization import Arrays
+from strategies.core import array_ops
 
 __all__ = ["Put", "put_back"]
 

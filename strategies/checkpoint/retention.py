@@ -6,8 +6,8 @@ from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import Literal
 
-from strategies.core.validation import choice, number
 from strategies.checkpoint.manifest import Manifest
+from strategies.core.validation import choice, number
 
 __all__ = ["Best", "Rules", "best_of", "surplus"]
 

@@ -7,13 +7,13 @@ from collections.abc import Iterator
 from typing import Any
 
 from strategies import errors
-from strategies.core.process_group import Ranks
 from strategies.checkpoint import serialization
 from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.checkpoint_manager import CheckpointManager
 from strategies.checkpoint.distributed_tensors import Parts
-from strategies.checkpoint.storage import Location
 from strategies.checkpoint.restoring import Put, put_back
+from strategies.checkpoint.storage import Location
+from strategies.core.process_group import Ranks
 
 __all__ = ["Saver"]
 

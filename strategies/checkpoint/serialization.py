@@ -21,10 +21,11 @@ from typing import Any
 import numpy as np
 
 import collectives as cc
-from strategies.core import array_ops; from strategies import errors
+from strategies import errors
 from strategies.checkpoint import state_protocols as kinds
-from strategies.checkpoint.distributed_tensors import slice_of
 from strategies.checkpoint.boxes import Slice
+from strategies.checkpoint.distributed_tensors import slice_of
+from strategies.core import array_ops
 
 __all__ = ["Arrays", "collect"]
 

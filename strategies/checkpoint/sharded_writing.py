@@ -20,8 +20,8 @@ import collectives as cc
 from strategies import errors
 from strategies.checkpoint import checkpoint, transaction
 from strategies.checkpoint.checkpoint import Draft, Written
-from strategies.checkpoint.storage import Location
 from strategies.checkpoint.shards import Piece
+from strategies.checkpoint.storage import Location
 from strategies.checkpoint.transaction import Writing
 
 __all__ = ["Crew", "error_of"]

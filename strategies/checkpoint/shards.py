@@ -20,10 +20,19 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from strategies.core import array_ops; from strategies import errors
-from strategies.checkpoint.storage import Location, length, opened
-from strategies.checkpoint.manifest import CHECKSUM, DTYPES, MAX_NDIM, SliceEntry, TensorEntry, adder, key
+from strategies import errors
 from strategies.checkpoint.boxes import Box, Slice, inside, overlap, whole
+from strategies.checkpoint.manifest import (
+    CHECKSUM,
+    DTYPES,
+    MAX_NDIM,
+    SliceEntry,
+    TensorEntry,
+    adder,
+    key,
+)
+from strategies.checkpoint.storage import Location, length, opened
+from strategies.core import array_ops
 
 __all__ = ["Piece", "Target", "Targets", "as_bytes", "as_slices", "empty", "read", "write"]
 

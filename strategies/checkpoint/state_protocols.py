@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import collectives as cc
-from strategies.core import pytree
 from strategies.checkpoint.boxes import Slice
+from strategies.core import pytree
 
 __all__ = [
     "KINDS",

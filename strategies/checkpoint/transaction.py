@@ -29,10 +29,10 @@ from pathlib import Path
 from typing import Any
 
 from strategies import errors
-from strategies.checkpoint import checkpoint_listing, atomic_io, manifest, retention
-from strategies.checkpoint.storage import Location, Url, explained
+from strategies.checkpoint import atomic_io, checkpoint_listing, manifest, retention
 from strategies.checkpoint.manifest import Manifest
 from strategies.checkpoint.retention import Rules
+from strategies.checkpoint.storage import Location, Url, explained
 
 __all__ = ["Writing", "begin", "locked", "new_file"]
 
@@ -163,7 +163,9 @@ def _recover(root: Path) -> None:
         if _LEFTOVERS.fullmatch(path.name):
             if _may_delete(path):
                 atomic_io.remove(path)
-        elif path.name.startswith(".old-") and checkpoint_listing.DIRECTORY_NAME.fullmatch(path.name):
+        elif path.name.startswith(".old-") and checkpoint_listing.DIRECTORY_NAME.fullmatch(
+            path.name
+        ):
             final = root / path.name.removeprefix(".old-")
             if not os.path.lexists(final):
                 atomic_io.rename(path, final)

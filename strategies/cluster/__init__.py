@@ -8,6 +8,13 @@ devices, `scopes` and `setter` say where things belong, `placement` decides;
 
 from __future__ import annotations
 
+from strategies.cluster.device_setter import (
+    GreedyLoadBalancing,
+    RandomChoice,
+    RoundRobin,
+    byte_size,
+    replica_device_setter,
+)
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.gpus import limit_gpu_memory, use_gpus
 from strategies.cluster.resolvers import (
@@ -18,7 +25,6 @@ from strategies.cluster.resolvers import (
     UnionResolver,
 )
 from strategies.cluster.scopes import current_device, device
-from strategies.cluster.device_setter import GreedyLoadBalancing, RandomChoice, RoundRobin, byte_size, replica_device_setter
 from strategies.cluster.slurm import SlurmClusterResolver
 from strategies.cluster.spec import ClusterSpec
 

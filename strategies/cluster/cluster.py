@@ -14,15 +14,15 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import collectives as cc
-from strategies.core import agreement
-from strategies.core.validation import integer
 from strategies.cluster import gpus, resolvers
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.placement import Placer, devices_of
 from strategies.cluster.resolvers import ClusterResolver, TPUClusterResolver
 from strategies.cluster.scopes import Placeable
 from strategies.cluster.spec import ClusterSpec
+from strategies.core import agreement
 from strategies.core.process_group import Ranks
+from strategies.core.validation import integer
 
 __all__ = ["Cluster"]
 
@@ -89,7 +89,9 @@ class Cluster:
     ) -> None:
         self.comm = cc.init() if comm is None else comm
         ranks = Ranks(self.comm)
-        found, card = ranks.prepared("Cluster", lambda: _own(spec, self.comm, cpus, gpus, others))
+        found, card = ranks.prepared(
+            "Cluster", lambda: _own_task(spec, self.comm, cpus, gpus, others)
+        )
         tasks = [f"{job}:{i} at {found.task_address(job, i)}" for job, i in found.tasks()]
         facts = [*tasks, f"soft_placement={soft_placement}"]
         agreement.compare(self.comm, "Cluster", lambda: (None, facts))
@@ -188,7 +190,7 @@ class Cluster:
 _TRAINING = ("chief", "worker")  # a chief sorts first and so is rank 0 of `workers`
 
 
-def _own(
+def _own_task(
     spec: ClusterSpec | ClusterResolver | Mapping[str, Any] | None,
     comm: cc.Communicator,
     cpus: int,

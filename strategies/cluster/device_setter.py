@@ -7,10 +7,10 @@ import threading
 from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
-from strategies.core.validation import integer
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.scopes import DeviceFunction, Placeable
 from strategies.cluster.spec import ClusterSpec
+from strategies.core.validation import integer
 
 __all__ = [
     "PS_TYPES",

@@ -72,7 +72,7 @@ class DeviceSpec:
         has_device = False
         found: dict[str, Any] = {}
         for part in parts.split("/") if parts else ():
-            thing, fields = _read(part, text)
+            thing, fields = _parse_part(part, text)
             if thing == "device":
                 if has_device:
                     raise ValueError(f"device: more than one device, expected one, got {text!r}")
@@ -109,7 +109,7 @@ class DeviceSpec:
         return f"DeviceSpec({self.to_string()!r})"
 
 
-def _read(part: str, text: str) -> tuple[str, dict[str, Any]]:
+def _parse_part(part: str, text: str) -> tuple[str, dict[str, Any]]:
     """Return what one part of a name is about, and its fields."""
     key, colon, value = part.partition(":")
     if key == "job":

@@ -13,9 +13,9 @@ from pathlib import Path
 from typing import Any
 
 import collectives as cc
+from strategies.core.process_group import Ranks
 from strategies.core.validation import number
 from strategies.errors import ResourceExhaustedError
-from strategies.core.process_group import Ranks
 
 __all__ = ["limit_gpu_memory", "share_of", "use_gpus", "visible"]
 

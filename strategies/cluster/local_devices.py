@@ -24,8 +24,8 @@ from typing import Any
 
 import numpy as np
 
-from strategies.core.array_ops import on_several_devices, shards
 from strategies.cluster.device_spec import DeviceSpec
+from strategies.core.array_ops import on_several_devices, shards
 
 __all__ = ["CPU", "devices", "finish", "of_jax", "parse_devices", "put", "put_jax", "selected"]
 

@@ -118,7 +118,9 @@ def rounded(total: Any, dtype: str) -> Any:
     """Return a sum or a mean in the dtype of its gradients; that of integers stays as it is."""
     if isinstance(total, Rows):
         return Rows(total.indices, rounded(total.values, dtype))
-    return total if total is None or dtype not in array_ops.COMPUTE else array_ops.astype(total, dtype)
+    return (
+        total if total is None or dtype not in array_ops.COMPUTE else array_ops.astype(total, dtype)
+    )
 
 
 def mean(
@@ -149,7 +151,9 @@ def mean(
                 total = array_ops.wide(first) + array_ops.wide(second)
             else:
                 total = out
-                np.add(array_ops.fetched(first), array_ops.fetched(second), out=array_ops.fetched(out))
+                np.add(
+                    array_ops.fetched(first), array_ops.fetched(second), out=array_ops.fetched(out)
+                )
     for gradient, weight in counted:
         total = add(total, gradient, weight)
     if total is not None and whole != 1 and array_ops.dtype_name(total) in ("float32", "float64"):

@@ -21,8 +21,8 @@ import collectives as cc
 from strategies import errors
 from strategies.core.agreement import raise_everywhere
 from strategies.elastic import event_log, preemption
-from strategies.elastic.commit_buffers import Copies
 from strategies.elastic.assignment import Report, placed
+from strategies.elastic.commit_buffers import Copies
 from strategies.elastic.elastic_state import State
 from strategies.elastic.surviving_ranks import shrunk, without_the_dead
 
@@ -210,7 +210,7 @@ class Members:
         what = f"{type(error).__name__}: {error}"
         event_log.write("failure" if own is None else "error", error=what)
         if own is not None or state.comm is not self.everyone:
-            state.comm.give_up(f"train failed: {what}")
+            state.comm.revoke(f"train failed: {what}")
         if state.comm is not self.everyone:
             state.comm.close()
         failed = False

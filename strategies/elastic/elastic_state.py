@@ -10,14 +10,16 @@ from typing import Any
 import numpy as np
 
 import collectives as cc
-from strategies.core import array_ops; from strategies import errors
-from strategies.core.agreement import compare, raise_everywhere
-from strategies.checkpoint import serialization; from strategies.elastic import event_log
+from strategies import errors
+from strategies.checkpoint import serialization
 from strategies.checkpoint import state_protocols as kinds
-from strategies.elastic.commit_buffers import NOTHING, Copies, Copy
+from strategies.checkpoint.boxes import Slice
 from strategies.checkpoint.distributed_tensors import Parts
 from strategies.checkpoint.restoring import put_back
-from strategies.checkpoint.boxes import Slice
+from strategies.core import array_ops
+from strategies.core.agreement import compare, raise_everywhere
+from strategies.elastic import event_log
+from strategies.elastic.commit_buffers import NOTHING, Copies, Copy
 
 __all__ = ["State"]
 
@@ -135,7 +137,7 @@ class State:
         copies, number = self.copies, self.number + 1
         error, copied = None, NOTHING
         try:
-            copied = self._copied(number, new)
+            copied = self._copy_state(number, new)
         except Exception as caught:
             error = caught
         if self.comm.allreduce(int(error is not None), op=cc.MAX):
@@ -212,7 +214,7 @@ class State:
         every = (things or self._things).items()
         return {name: thing for name, thing in every if name not in inputs}
 
-    def _copied(self, number: int, new: Mapping[str, Any]) -> Copy:
+    def _copy_state(self, number: int, new: Mapping[str, Any]) -> Copy:
         """Copy what this rank has, into the memory of the copy before the last one."""
         unknown = new.keys() - self._things.keys()
         if unknown:

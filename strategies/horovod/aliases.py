@@ -46,14 +46,14 @@ def install() -> None:
     Raises:
         RuntimeError: Horovod itself has been imported before.
     """
-    if any(isinstance(finder, _Finder) for finder in sys.meta_path):
+    if any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         return
     if "horovod" in sys.modules:
         raise RuntimeError("install: expected that horovod is not imported yet, but it is")
-    sys.meta_path.insert(0, _Finder())
+    sys.meta_path.insert(0, _AliasFinder())
 
 
-class _Finder(MetaPathFinder):
+class _AliasFinder(MetaPathFinder):
     """Finds Horovod's modules before Python looks for them elsewhere."""
 
     def find_spec(

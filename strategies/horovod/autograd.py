@@ -87,12 +87,12 @@ def allreduce(
                 gradients, name=again, op=op, prescale_factor=after, postscale_factor=before,
                 process_set=process_set,
             )  # fmt: skip
-        return _selected(tensors, kept, gradients, again, op, factors, process_set)
+        return _select(tensors, kept, gradients, again, op, factors, process_set)
 
     return results, back
 
 
-def _selected(
+def _select(
     tensors: Sequence[torch.Tensor],
     results: Sequence[torch.Tensor],
     gradients: Sequence[torch.Tensor],

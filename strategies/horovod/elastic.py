@@ -19,11 +19,11 @@ import numpy as np
 import collectives as cc
 from strategies import training
 from strategies.core.agreement import first_difference
+from strategies.core.pytree import is_module
 from strategies.core.validation import integer
 from strategies.errors import InvalidArgumentError
 from strategies.horovod import objects, sessions
 from strategies.horovod.process_sets import global_process_set
-from strategies.core.pytree import is_module
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
 
@@ -229,7 +229,7 @@ class ElasticSampler:
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Note that this rank has done a batch of the present pass, counted from 0."""
         begin = batch_idx * batch_size
-        self.processed_indices.update(self._own()[begin : begin + batch_size])
+        self.processed_indices.update(self._own_rows()[begin : begin + batch_size])
         self.processed_num += batch_size * (self._place or _world()).size
 
     def state_dict(self) -> dict[str, Any]:
@@ -272,12 +272,12 @@ class ElasticSampler:
         self.reset()
 
     def __iter__(self) -> Iterator[int]:
-        return iter(self._own())
+        return iter(self._own_rows())
 
     def __len__(self) -> int:
-        return len(self._own())
+        return len(self._own_rows())
 
-    def _own(self) -> list[int]:
+    def _own_rows(self) -> list[int]:
         """Return the rows of this rank."""
         if self._dealt is None:
             self._dealt = self._deal()

@@ -152,7 +152,7 @@ class Engine:
 
     def _may_use_threads(self) -> bool:
         """Whether a thread may take part in rounds; if not, waiting does."""
-        if self._comm.sends_messages:
+        if self._comm.uses_messages:
             try:
                 self._comm.transport.check_threads("named calls")
             except cc.LaunchError:

@@ -8,7 +8,7 @@ from typing import TYPE_CHECKING, Any
 
 from strategies.input.csv import decode_csv
 from strategies.input.files import Compression, match_files
-from strategies.input.pipelines import Batches, Options, Read
+from strategies.input.pipelines import Batches, BatchOptions, Read
 from strategies.input.producers import string_input_producer
 from strategies.input.reader import Damage
 from strategies.input.readers import TextLineReader
@@ -33,7 +33,7 @@ def batch(
     capacity: int = 32,
     shapes: Sequence[Sequence[int | None]] | None = None,
     dynamic_pad: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[BatchOptions],
 ) -> Batches:
     """Batches of what a function returns, in the order of its calls if there is one thread.
 
@@ -91,7 +91,7 @@ def batch_join(
     capacity: int = 32,
     shapes: Sequence[Sequence[int | None]] | None = None,
     dynamic_pad: bool = False,
-    **options: Unpack[Options],
+    **options: Unpack[BatchOptions],
 ) -> Batches:
     """As `batch`, with one thread for each of several functions, so that each may have its file.
 
@@ -119,7 +119,7 @@ def shuffle_batch(
     min_after_dequeue: int,
     num_threads: int = 1,
     seed: int | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[BatchOptions],
 ) -> Batches:
     """Batches of what a function returns, drawn at random from a queue.
 
@@ -156,7 +156,7 @@ def shuffle_batch_join(
     capacity: int,
     min_after_dequeue: int,
     seed: int | None = None,
-    **options: Unpack[Options],
+    **options: Unpack[BatchOptions],
 ) -> Batches:
     """As `shuffle_batch`, with one thread for each of several functions; `turns` as there."""
     if not 0 <= min_after_dequeue < capacity:

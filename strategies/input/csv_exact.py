@@ -51,7 +51,7 @@ def decode(lines: Sequence[str], columns: Sequence[Column], form: Format) -> lis
     values = _by_column(lines, columns, form)
     if values is not None:
         return values
-    table = [_values(_split(line, form), columns, form) for line in lines]
+    table = [_values(_split_record(line, form), columns, form) for line in lines]
     return list(zip(*table, strict=True)) or [()] * len(columns)
 
 
@@ -65,7 +65,7 @@ def _by_column(lines: Sequence[str], columns: Sequence[Column], form: Format) ->
             or text.count("\n") != len(lines) - 1
             or not all(lines)
         ):
-            fields = [_split(line, form) for line in lines]
+            fields = [_split_record(line, form) for line in lines]
         else:
             fields = [_selected(line.split(form.delimiter), form) for line in lines]
         if {len(columns)} != set(map(len, fields)):
@@ -162,7 +162,7 @@ CONVERTERS: dict[np.dtype[Any], Callable[[str], Any]] = {
 _LARGEST = {np.dtype("float32"): _FLOAT32_END, np.dtype("float64"): _FLOAT64_END}
 
 
-def _split(record: str, form: Format) -> list[str]:
+def _split_record(record: str, form: Format) -> list[str]:
     """The selected fields of a record."""
     record = record.lstrip("\r\n")
     if not record:

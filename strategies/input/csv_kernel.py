@@ -91,13 +91,13 @@ def _as_columns(integers: Array, floats: Array, dtypes: Sequence[np.dtype[Any]])
     ]
 
 
-def _compiled(function: Callable[..., Any]) -> Callable[..., Any]:
+def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile at the first call."""
     return compiling.compiled(function, nogil=True)
 
 
-@_compiled
-def _scaled(value: int, exponent: int) -> float:
+@_compile
+def _scale(value: int, exponent: int) -> float:
     """Return value * 10**exponent, correctly rounded, or nan if that is not sure to be so."""
     if value == 0:
         return 0.0
@@ -109,7 +109,7 @@ def _scaled(value: int, exponent: int) -> float:
 
 # One loop over the bytes and no calls that pass arrays: those would count references for each
 # field, which is 4 times slower.
-@_compiled
+@_compile
 def _records(
     data: Array,
     delimiter: int,
@@ -145,7 +145,7 @@ def _records(
             if kind != _SKIP:
                 good = good and digits > 0 and value != _TOO_LONG
                 if kind >= _FLOAT32:
-                    number = _scaled(value, (-power if falling else power) - shift)
+                    number = _scale(value, (-power if falling else power) - shift)
                     good = good and (number < _FLOAT32_END or (kind == _FLOAT64 and number >= 0))
                     floats[column, row] = -number if negative else number
                 else:

@@ -8,10 +8,10 @@ from typing import Any
 
 import numpy as np
 
+from strategies.core.pytree import zip_leaves
 from strategies.core.validation import integer
 from strategies.errors import InvalidArgumentError
 from strategies.input.sharded import Policy, ShardedInput
-from strategies.core.pytree import zip_leaves
 
 __all__ = ["FileBatches"]
 

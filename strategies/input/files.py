@@ -14,8 +14,8 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import IO, Any, Literal, NamedTuple, TypeAlias, cast
 
-from strategies.errors import DataLossError, InvalidArgumentError, NotFoundError, UnknownError
 from strategies.core.urls import fsspec, is_url
+from strategies.errors import DataLossError, InvalidArgumentError, NotFoundError, UnknownError
 
 __all__ = [
     "Compression",

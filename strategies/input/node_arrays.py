@@ -18,8 +18,8 @@ import numpy as np
 
 import collectives as cc
 from strategies.core.process_group import Ranks
-from strategies.rpc.wire import is_numeric
 from strategies.core.pytree import leaves, map_leaves
+from strategies.rpc.wire import is_numeric
 
 __all__ = ["once_per_node"]
 

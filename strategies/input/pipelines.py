@@ -29,7 +29,7 @@ from strategies.input.turns import Turns
 from strategies.queues.kinds import FIFOQueue, Queue
 from strategies.queues.values import dtype_of
 
-__all__ = ["Batches", "Options", "Read"]
+__all__ = ["Batches", "BatchOptions", "Read"]
 
 _log = logging.getLogger(__name__)
 
@@ -39,7 +39,7 @@ _READY_BATCHES = 4  # batches made ahead of the consumer: enough to hide a read 
 _STOP_SECONDS = 10.0  # threads end in milliseconds unless `read` itself blocks
 
 
-class Options(TypedDict, total=False):
+class BatchOptions(TypedDict, total=False):
     """What all pipelines take; see `batch`."""
 
     enqueue_many: bool

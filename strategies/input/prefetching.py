@@ -35,7 +35,7 @@ class Prefetch(Generic[T]):
         self._error: BaseException | None = None
         self._over = False  # nothing more will come
         self._closed = False
-        self._thread = threading.Thread(target=self._read, name="prefetch", daemon=True)
+        self._thread = threading.Thread(target=self._read_ahead, name="prefetch", daemon=True)
         self._thread.start()  # last: it uses all of the above
 
     def __iter__(self) -> Iterator[T]:
@@ -83,7 +83,7 @@ class Prefetch(Generic[T]):
                 "stop; does reading a batch block"
             )
 
-    def _read(self) -> None:
+    def _read_ahead(self) -> None:
         iterator: Iterator[T] | None = None
         try:
             iterator = iter(self._batches)

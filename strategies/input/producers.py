@@ -14,6 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 import numpy as np
 
 import collectives as cc
+from strategies.core.process_group import Ranks
 from strategies.core.validation import integer
 from strategies.errors import OutOfRangeError
 from strategies.input.node_arrays import once_per_node
@@ -22,14 +23,13 @@ from strategies.queues.files import shared_range
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.store import Array
 from strategies.queues.values import dtype_of
-from strategies.core.process_group import Ranks
 from strategies.rpc.service import Service
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
 __all__ = [
-    "Options",
+    "ProducerOptions",
     "Producer",
     "input_producer",
     "limit_epochs",
@@ -52,7 +52,7 @@ class Producer(NamedTuple):
     runner: QueueRunner
 
 
-class Options(TypedDict, total=False):
+class ProducerOptions(TypedDict, total=False):
     """The options of all producers; see `input_producer`."""
 
     num_epochs: int | None
@@ -248,7 +248,7 @@ def _of_line(
     return read
 
 
-def string_input_producer(strings: Sequence[str], **options: Unpack[Options]) -> Producer:
+def string_input_producer(strings: Sequence[str], **options: Unpack[ProducerOptions]) -> Producer:
     """Offer the strings, usually file names, in a queue, all of them in each epoch.
 
     Args:
@@ -270,14 +270,14 @@ def string_input_producer(strings: Sequence[str], **options: Unpack[Options]) ->
     return input_producer(work, **options)
 
 
-def range_input_producer(limit: int, **options: Unpack[Options]) -> Producer:
+def range_input_producer(limit: int, **options: Unpack[ProducerOptions]) -> Producer:
     """Offer the int64 numbers from 0 to `limit` - 1 in a queue; see `input_producer`."""
     integer("range_input_producer", "limit", limit)
     options.setdefault("name", "range_input_producer")
     return input_producer(np.arange(limit), **options)
 
 
-def slice_input_producer(arrays: Sequence[Any], **options: Unpack[Options]) -> Producer:
+def slice_input_producer(arrays: Sequence[Any], **options: Unpack[ProducerOptions]) -> Producer:
     """Offer rows that belong together, one of each array, in a queue; see `input_producer`.
 
     Args:

@@ -208,7 +208,7 @@ class Reader(ABC, Generic[Value]):
         self._drop()
         self._completed += 1
 
-    def _opened(self, work: str) -> Records[Value]:
+    def _open_at(self, work: str) -> Records[Value]:
         """The records of a file after those that were returned."""
         records = self._open(work)
         passed = sum(1 for _ in itertools.islice(records, self._returned))
@@ -230,7 +230,7 @@ class Reader(ABC, Generic[Value]):
             return pairs
         try:
             if self._records is None:
-                self._records = self._opened(self._work)
+                self._records = self._open_at(self._work)
             # Not a list comprehension: what precedes an exception stays in the list.
             pairs.extend(itertools.islice(self._records, min(count, sys.maxsize)))
             if not pairs:
@@ -249,7 +249,7 @@ class Reader(ABC, Generic[Value]):
     def _give_up(self, error: OpError, pairs: list[tuple[str, Value]]) -> None:
         """No more can be read of the open file."""
         if self._skips and isinstance(error, DataLossError):
-            self._damaged(error)
+            self._handle_damage(error)
             self._end()
         elif pairs:
             self._failure = error
@@ -257,7 +257,7 @@ class Reader(ABC, Generic[Value]):
             self._drop()
             raise error
 
-    def _damaged(self, error: DataLossError) -> None:
+    def _handle_damage(self, error: DataLossError) -> None:
         """Raise, or count and return, because of a record that can be passed over."""
         if not self._skips:
             raise error

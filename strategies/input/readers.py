@@ -125,7 +125,7 @@ class TextLineReader(_FileReader[str]):
                         if text is not None:
                             yield f"{work}:{number}", text
                 if tail:
-                    line = _completed(file, tail, self._limit)
+                    line = _complete_line(file, tail, self._limit)
                     text = self._text(line, work, number + 1)
                     number += 1
                     if joiner is not None:
@@ -167,7 +167,7 @@ class TextLineReader(_FileReader[str]):
         """One line, or None for one that is not to be returned."""
         if line is None or len(line) > self._limit:
             why = f"line is longer than {self._limit} bytes"
-            self._damaged(DataLossError(f"read: {why} ({work}:{number})"))
+            self._handle_damage(DataLossError(f"read: {why} ({work}:{number})"))
             return None
         if number <= self._skip:
             return None
@@ -176,7 +176,7 @@ class TextLineReader(_FileReader[str]):
         except UnicodeDecodeError as error:
             name = self._encoding.upper()
             why = f"line is not {name}: {error}; `encoding=` names another encoding"
-            self._damaged(DataLossError(f"read: {why} ({work}:{number})"))
+            self._handle_damage(DataLossError(f"read: {why} ({work}:{number})"))
             return None
 
 
@@ -265,7 +265,7 @@ class TFRecordReader(_FileReader[bytes]):
     def _open(self, work: str) -> Records[bytes]:
         offset = 0
         with open_source(work, self._compression, lambda: f"{work}:{offset}") as source:
-            for offset, data in unframe(source, work, self._limit, self._damaged):  # noqa: B007
+            for offset, data in unframe(source, work, self._limit, self._handle_damage):  # noqa: B007
                 yield f"{work}:{offset}", data
 
 
@@ -319,7 +319,7 @@ def _checked_encoding(name: str) -> str:
     return canonical if fits else "utf-8"
 
 
-def _completed(file: IO[bytes], beginning: bytes, limit: int) -> bytes | None:
+def _complete_line(file: IO[bytes], beginning: bytes, limit: int) -> bytes | None:
     """Read on to the end of a line and return it, or None when it is too long and has not ended."""
     pieces, length = [beginning], len(beginning)
     while length <= limit + 1:  # two bytes may be the end of the line

@@ -91,41 +91,41 @@ def unframe(
         # `_masked`, written out without its call: this runs twice for each record.
         if (crc >> 15 | crc << 17) + _MASK & _ALL != expected:
             hint = "; is this a TFRecord file, and packed as you say?" if offset == 0 else ""
-            raise _corrupted(offset, "length", expected, crc, f"({path}){hint}")
+            raise _corruption_error(offset, "length", expected, crc, f"({path}){hint}")
         end = offset + _HEADER.size + length + _CRC.size
         if size is not None and end > size:
-            raise _truncated(offset, length, path)
+            raise _truncation_error(offset, length, path)
         if length > limit:
             why = f"has {length} bytes, more than max_record_bytes = {limit}"
             damaged(DataLossError(f"read: record at {offset} {why} ({path})"))
             if pass_over(source.file, length + _CRC.size):
-                raise _truncated(offset, length, path)
+                raise _truncation_error(offset, length, path)
             header = read(_HEADER.size)
         else:
             data = read(length)
             rest = read(_CRC.size + ahead)
             if len(rest) < _CRC.size:
-                raise _truncated(offset, length, path)
+                raise _truncation_error(offset, length, path)
             (expected,) = _CRC.unpack_from(rest)
             crc = crc32c(data)
             if (crc >> 15 | crc << 17) + _MASK & _ALL == expected:
                 yield offset, data
             else:
-                damaged(_corrupted(offset, "data", expected, crc, f"({path})"))
+                damaged(_corruption_error(offset, "data", expected, crc, f"({path})"))
             header = rest[_CRC.size :] if ahead else read(_HEADER.size)
         offset = end
     if header:
         _log.warning("read: %d bytes too few for a header at %d (%s)", len(header), offset, path)
 
 
-def _corrupted(offset: int, part: str, expected: int, crc: int, where: str) -> DataLossError:
+def _corruption_error(offset: int, part: str, expected: int, crc: int, where: str) -> DataLossError:
     return DataLossError(
         f"read: corrupted record at {offset}: checksum of its {part}, "
         f"expected {expected:#010x}, got {_masked(crc):#010x} {where}"
     )
 
 
-def _truncated(offset: int, length: int, path: str) -> DataLossError:
+def _truncation_error(offset: int, length: int, path: str) -> DataLossError:
     return DataLossError(
         f"read: truncated record at {offset}: the file ends before its {length} bytes ({path})"
     )

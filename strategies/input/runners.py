@@ -175,9 +175,9 @@ class _EnqueueThread(threading.Thread):
         self._calls = self._calls_before = 0  # calls that have ended: now, and at the last check
 
     def run(self) -> None:
-        self._runner._fill(self._enqueue, self._coord, self._done)
+        self._runner._fill(self._enqueue, self._coord, self._count_call)
 
-    def _done(self) -> None:
+    def _count_call(self) -> None:
         self._calls += 1
 
     def stall_reason(self) -> str | None:

@@ -19,9 +19,9 @@ import numpy as np
 import collectives as cc
 from strategies.core import array_ops
 from strategies.core.agreement import compare, raise_everywhere
+from strategies.core.pytree import map_leaves
 from strategies.core.validation import choice
 from strategies.input.split import has_rows, is_column
-from strategies.core.pytree import map_leaves
 
 __all__ = ["Form", "Uneven", "form_of", "in_step", "like"]
 

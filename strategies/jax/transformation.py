@@ -18,16 +18,16 @@ import optax
 from jax.experimental import io_callback
 
 import collectives as cc
-from strategies.core.array_ops import COMPUTE
 from strategies.averaging import alike
 from strategies.averaging.alike import Kind, fact_of
 from strategies.averaging.averaging import Averaging
 from strategies.averaging.leaf import Leaf
 from strategies.averaging.passes import Passes
 from strategies.averaging.rule import OPERATION, Rule
-from strategies.replicas.context import require_one_replica
-from strategies.core.sparse import Rows
+from strategies.core.array_ops import COMPUTE
 from strategies.core.pytree import WHOLE
+from strategies.core.sparse import Rows
+from strategies.replicas.context import require_one_replica
 
 __all__ = ["AveragingTransformation", "PassesState", "wrap"]
 
@@ -221,7 +221,7 @@ class _Average:
         def on_the_host(rows: Any, own: Sequence[Any], *values: Any) -> tuple[Any, list[Any]]:
             self._settings = dict(zip(settings, own, strict=True))
             hosts = [np.asarray(value) for value in values]
-            averages = self._averaged(names, hosts, float(rows) if told else None, passes)
+            averages = self._average(names, hosts, float(rows) if told else None, passes)
             return np.bool_(self._averaging.due), averages
 
         rows = np.float32(0) if examples is None else examples
@@ -234,7 +234,7 @@ class _Average:
             due, results = io_callback(on_the_host, shapes, rows, own, *arrays, ordered=True)
         return jax.tree_util.tree_unflatten(tree, results), due
 
-    def _averaged(
+    def _average(
         self, names: Sequence[str], hosts: Sequence[Any], examples: float | None, passes: int
     ) -> list[Any]:
         leaves = [Leaf.of(name, host) for name, host in zip(names, hosts, strict=True)]

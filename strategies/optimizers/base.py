@@ -196,9 +196,9 @@ class Optimizer(abc.ABC):
 
 def _change_together(rule: Rule, changes: list[tuple[Pair, list[Any], Sequence[float]]]) -> None:
     """Change variables of JAX, and their slots."""
-    from strategies.optimizers.compiled import Change, apply
+    from strategies.optimizers.compiled import VariableUpdate, apply
 
-    given = [Change(pair.value, pair.gradient, slots, n) for pair, slots, n in changes]
+    given = [VariableUpdate(pair.value, pair.gradient, slots, n) for pair, slots, n in changes]
     for (pair, slots, _), (value, *others) in zip(changes, apply(rule, given), strict=True):
         slots[:] = others
         assert pair.settle is not None
@@ -217,14 +217,18 @@ def _change(rule: Rule, pair: Pair, slots: list[Any], numbers: Sequence[float]) 
         fused.apply(rule, parts[0], pair.gradient, parts[1:], numbers)
     else:
         value, *others = parts
-        results = rule(array_ops.wide(value), array_ops.wide(pair.gradient), *others, tuple(numbers))
+        results = rule(
+            array_ops.wide(value), array_ops.wide(pair.gradient), *others, tuple(numbers)
+        )
         parts = [
             array_ops.overwrite(part, array_ops.astype(result, array_ops.dtype_name(part)))
             for part, result in zip(parts, results, strict=True)
         ]
     if pair.rows is not None:
         rows = pair.rows
-        parts = [array_ops.put(array, rows, part) for array, part in zip(changed, parts, strict=True)]
+        parts = [
+            array_ops.put(array, rows, part) for array, part in zip(changed, parts, strict=True)
+        ]
     slots[:] = parts[1:]
     if pair.settle is not None:
         pair.settle(parts[0])

@@ -19,10 +19,10 @@ import numpy.typing as npt
 import collectives as cc
 from strategies.core import array_ops
 from strategies.core.agreement import raise_everywhere
+from strategies.core.sparse import Rows, in_order
 from strategies.core.validation import number
 from strategies.optimizers.norms import Squares, combined, norm, squares
 from strategies.optimizers.pairs import floats
-from strategies.core.sparse import Rows, in_order
 
 __all__ = ["clip_by_global_norm", "clip_by_norm", "clip_by_value"]
 

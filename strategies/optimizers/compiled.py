@@ -18,12 +18,12 @@ import numpy as np
 from strategies.core import array_ops
 from strategies.optimizers.rules import Rule
 
-__all__ = ["Change", "apply", "gradients_to_spare"]
+__all__ = ["VariableUpdate", "apply", "gradients_to_spare"]
 
 _to_spare: ContextVar[bool] = ContextVar("_to_spare", default=False)
 
 
-class Change(NamedTuple):
+class VariableUpdate(NamedTuple):
     """What a rule takes for one variable: arrays of JAX, and numbers."""
 
     value: Any
@@ -45,7 +45,7 @@ def gradients_to_spare() -> Iterator[None]:
         _to_spare.reset(before)
 
 
-def apply(rule: Rule, changes: Sequence[Change]) -> list[list[Any]]:
+def apply(rule: Rule, changes: Sequence[VariableUpdate]) -> list[list[Any]]:
     """Return for each variable its new value and its new slots, in the dtypes of the old ones.
 
     The memory of the old slots is used for the new ones: nobody else has them.

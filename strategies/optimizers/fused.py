@@ -123,11 +123,11 @@ def _widened(tile: Array) -> Array:
 def _run(rule: rules.Rule, arrays: Sequence[Array], numbers: Sequence[float]) -> None:
     dtype = arrays[0].dtype
     compiled = _compiled_rule(rule, dtype, len(arrays) - 2, len(numbers))
-    compiled(*arrays, _typed(tuple(numbers), dtype))
+    compiled(*arrays, _types_of(tuple(numbers), dtype))
 
 
 @functools.lru_cache(maxsize=16)  # mostly the same for all variables of a step
-def _typed(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> tuple[Any, ...]:
+def _types_of(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> tuple[Any, ...]:
     return tuple(dtype.type(number) for number in numbers)
 
 

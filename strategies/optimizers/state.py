@@ -8,7 +8,7 @@ from typing import Any, NamedTuple
 from strategies.core import array_ops
 from strategies.core.validation import integer
 
-__all__ = ["UPDATES", "VARIABLES", "State", "parse"]
+__all__ = ["UPDATES", "VARIABLES", "OptimizerState", "parse"]
 
 UPDATES = "updates"
 """Stands where a slot's name stands, before how often the variable was changed."""
@@ -18,7 +18,7 @@ VARIABLES = "variables"
 none is missing."""
 
 
-class State(NamedTuple):
+class OptimizerState(NamedTuple):
     """A step, and by variable its slots and how often it was changed."""
 
     step: int
@@ -26,7 +26,9 @@ class State(NamedTuple):
     updates: dict[str, int]
 
 
-def parse(state: Mapping[str, Any], kinds: Sequence[str], counted: bool, operation: str) -> State:
+def parse(
+    state: Mapping[str, Any], kinds: Sequence[str], counted: bool, operation: str
+) -> OptimizerState:
     """Take a state dict apart.
 
     Args:
@@ -73,7 +75,7 @@ def parse(state: Mapping[str, Any], kinds: Sequence[str], counted: bool, operati
         )
     slots = {key: [values[kind] for kind in kinds] for key, values in found.items()}
     updates = {key: values[UPDATES] for key, values in found.items()} if counted else {}
-    return State(step, slots, updates)
+    return OptimizerState(step, slots, updates)
 
 
 def _count(value: Any, name: str, operation: str) -> int:

@@ -7,12 +7,12 @@ from collections.abc import Mapping
 import numpy.typing as npt
 
 import collectives as cc
+from strategies.checkpoint.boxes import Box, Slice
 from strategies.cluster.cluster import Cluster
+from strategies.core.process_group import Ranks
 from strategies.parameter_server import saved
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import Shard
-from strategies.core.process_group import Ranks
-from strategies.checkpoint.boxes import Box, Slice
 
 __all__ = ["ByParts"]
 

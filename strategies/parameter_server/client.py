@@ -10,19 +10,19 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies.core.validation import number
 from strategies.cluster.cluster import Cluster
+from strategies.core.sparse import Gradient, Rows
+from strategies.core.validation import number
 from strategies.errors import FailedPreconditionError, UnavailableError
 from strategies.parameter_server import saved
-from strategies.parameter_server.saved import State
+from strategies.parameter_server.saved import ServerState
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS
 from strategies.parameter_server.staleness import Decision, Record
+from strategies.rpc.client import Answer
 from strategies.rpc.multi_request import Question
 from strategies.rpc.registry import Address
-from strategies.rpc.client import Answer
 from strategies.rpc.service import Service
-from strategies.core.sparse import Gradient, Rows
 from strategies.variables import partition
 from strategies.variables.actions import compressed, widened
 from strategies.variables.items import packing
@@ -138,7 +138,7 @@ class Client:
         parts: list[list[Any]] = [[] for _ in self.servers]
         arrays: list[list[Any]] = [[] for _ in self.servers]
         for gradient, variable in pairs:
-            pieces = self._packed(gradient, variable)
+            pieces = self._pack(gradient, variable)
             rate = variable.learning_rate
             if rate is not None:
                 rate = number("apply_gradients", "learning rate", rate)
@@ -161,7 +161,7 @@ class Client:
         self._take(answers)
         return tuple(Decision(a.metadata["staleness"], a.metadata["weight"]) for a in answers)
 
-    def _packed(self, gradient: Gradient, variable: ServedVariable) -> list[list[npt.NDArray[Any]]]:
+    def _pack(self, gradient: Gradient, variable: ServedVariable) -> list[list[npt.NDArray[Any]]]:
         """Return what travels of a gradient to each part of its variable."""
         pieces: list[list[npt.NDArray[Any]]]
         if isinstance(gradient, Rows):
@@ -185,7 +185,7 @@ class Client:
             told = {"part": self._numbers[part.name], "values_as": self._values_as}
             questions.append(Question(self._places[part.task], "rows", told, [rows]))
         for n, answer in zip(asked, self._answers(questions), strict=True):
-            result[found[n]] = self._widened(answer.values[0], variable)
+            result[found[n]] = self._widen(answer.values[0], variable)
         return result
 
     def assign(self, variable: ServedVariable, value: npt.NDArray[Any]) -> None:
@@ -213,14 +213,14 @@ class Client:
         self._ask("load", told, values)
         self.pull()
 
-    def _states(self) -> tuple[dict[str, State], list[int]]:
+    def _states(self) -> tuple[dict[str, ServerState], list[int]]:
         """Return name of a part -> its state, and the updates of each ps."""
         answers = self._ask("state", [{}] * len(self.servers))
-        states: dict[str, State] = {}
+        states: dict[str, ServerState] = {}
         for names, answer in zip(self._held, answers, strict=True):
             arrays = iter(answer.values)
             for name, (counts, kinds) in zip(names, answer.metadata["parts"], strict=True):
-                states[name] = State(counts, {kind: next(arrays) for kind in kinds})
+                states[name] = ServerState(counts, {kind: next(arrays) for kind in kinds})
         return states, [answer.metadata["updates"] for answer in answers]
 
     def reports(self) -> list[Report]:
@@ -286,9 +286,9 @@ class Client:
             if variable.resident:
                 news = [found[part.name] for part in variable.parts]
                 variable.renew(
-                    [[*new[:-1], self._widened(new[-1], variable)] if new else [] for new in news]
+                    [[*new[:-1], self._widen(new[-1], variable)] if new else [] for new in news]
                 )
 
-    def _widened(self, value: npt.NDArray[Any], variable: ServedVariable) -> npt.NDArray[Any]:
+    def _widen(self, value: npt.NDArray[Any], variable: ServedVariable) -> npt.NDArray[Any]:
         """Return values of a variable as they were before they travelled."""
         return widened(value, {"as": self._values_as}, variable.dtype)

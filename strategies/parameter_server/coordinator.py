@@ -22,14 +22,14 @@ from concurrent.futures import TimeoutError as LateError
 from dataclasses import dataclass
 from typing import Any
 
+from strategies.core.process_group import Ranks
+from strategies.core.pytree import leaves, map_leaves
 from strategies.errors import FailedPreconditionError, OutOfRangeError, UnavailableError
 from strategies.parameter_server.closures import Closure, ClosureQueue, RemoteValue
 from strategies.parameter_server.strategy import ParameterServerStrategy
-from strategies.core.process_group import Ranks
-from strategies.rpc.functions import RemoteTraceback, Task
-from strategies.rpc.function_names import function_named, name_of
 from strategies.replicas.datasets import InputContext
-from strategies.core.pytree import leaves, map_leaves
+from strategies.rpc.function_names import function_named, name_of
+from strategies.rpc.functions import RemoteTraceback, Task
 
 __all__ = ["ClusterCoordinator", "PerWorkerDataset", "PerWorkerIterator"]
 
@@ -335,7 +335,7 @@ class _Side:
             own: [number, maker, whether an iterator] of those that the worker has itself.
         """
         with self._busy, self._strategy.scope():
-            known = {**given, **{key: self._own(*what) for key, what in own.items()}}
+            known = {**given, **{key: self._own_dataset(*what) for key, what in own.items()}}
             arguments = [known[key] for key in sorted(k for k in known if isinstance(k, int))]
             named = {key: value for key, value in known.items() if isinstance(key, str)}
             try:
@@ -343,7 +343,7 @@ class _Side:
             except StopIteration as error:
                 raise OutOfRangeError("next: this worker has no more batches") from error
 
-    def _own(self, number: int, maker: str, iterator: bool) -> Any:
+    def _own_dataset(self, number: int, maker: str, iterator: bool) -> Any:
         """Return this worker's dataset, or its iterator."""
         if number not in self._datasets:
             self._datasets[number] = function_named(maker)(self._context)

@@ -19,6 +19,7 @@ import numpy.typing as npt
 
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.scopes import Placeable
+from strategies.core.process_group import Ranks
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.served_variable import (
     Owner,
@@ -28,7 +29,6 @@ from strategies.parameter_server.served_variable import (
     parts_of,
 )
 from strategies.parameter_server.shard import Shard
-from strategies.core.process_group import Ranks
 from strategies.replicas.copies import Seen, fetched
 from strategies.variables import partition
 from strategies.variables.given import owned

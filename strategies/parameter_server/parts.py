@@ -16,12 +16,12 @@ import numpy.typing as npt
 
 from strategies.core import gradient_sums
 from strategies.core.array_ops import COMPUTE, dtype_name
+from strategies.core.sparse import Gradient, Rows, fitted
 from strategies.errors import InvalidArgumentError
 from strategies.optimizers import Optimizer
 from strategies.parameter_server import saved
 from strategies.parameter_server.changes import Changes
-from strategies.parameter_server.saved import State
-from strategies.core.sparse import Gradient, Rows, fitted
+from strategies.parameter_server.saved import ServerState
 from strategies.variables.actions import rounded, widened
 from strategies.variables.store import Stored
 
@@ -181,11 +181,11 @@ class Parts:
         if number in self._changes:
             self._changes[number].all(version + 1)  # since copies of this version lack it, too
 
-    def states(self) -> dict[str, State]:
+    def states(self) -> dict[str, ServerState]:
         """Return name of a part -> all that a checkpoint keeps of it, as views, in order."""
         return {part.name: saved.state_of(part) for part in self._parts}
 
-    def load(self, states: Mapping[str, State], version: int) -> None:
+    def load(self, states: Mapping[str, ServerState], version: int) -> None:
         """Go on from what `states` has returned, while this is the version.
 
         Raises:

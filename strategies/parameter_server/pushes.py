@@ -6,11 +6,11 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from strategies.core.array_ops import dtype_name
 from strategies.averaging.replicas import Gradients, combine
+from strategies.core.array_ops import dtype_name
+from strategies.core.sparse import Gradient, Rows, fitted
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.replicas.copies import fetched
-from strategies.core.sparse import Gradient, Rows, fitted
 
 __all__ = ["Pairs", "checked"]
 

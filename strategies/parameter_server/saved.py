@@ -19,11 +19,20 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-from strategies.parameter_server.served_variable import ServedVariable
 from strategies.checkpoint.boxes import Slice
+from strategies.parameter_server.served_variable import ServedVariable
 from strategies.variables.store import Stored
 
-__all__ = ["State", "divided", "is_large", "joined", "load", "own_states", "slices", "state_of"]
+__all__ = [
+    "ServerState",
+    "divided",
+    "is_large",
+    "joined",
+    "load",
+    "own_states",
+    "slices",
+    "state_of",
+]
 
 Array = npt.NDArray[Any]
 
@@ -31,7 +40,7 @@ _VALUE = "value"  # stands where the name of a slot stands, for the variable its
 _UPDATES = "updates"
 
 
-class State(NamedTuple):
+class ServerState(NamedTuple):
     """What a checkpoint keeps of a part.
 
     Attributes:
@@ -43,17 +52,17 @@ class State(NamedTuple):
     arrays: dict[str, Array]
 
 
-def state_of(part: Stored) -> State:
+def state_of(part: Stored) -> ServerState:
     """Return all of a part, as it is now."""
     assert part.optimizer is not None
-    found = State({}, {_VALUE: part.view()})
+    found = ServerState({}, {_VALUE: part.view()})
     for key, entry in part.optimizer.state_dict().items():
         kind = key.removesuffix(f"/{part.name}")
         (found.arrays if isinstance(entry, np.ndarray) else found.counts)[kind] = entry
     return found
 
 
-def load(part: Stored, state: State) -> None:
+def load(part: Stored, state: ServerState) -> None:
     """Let a part go on from a state.
 
     Raises:
@@ -69,7 +78,7 @@ def load(part: Stored, state: State) -> None:
 
 
 def joined(
-    variables: Iterable[ServedVariable], states: Mapping[str, State], updates: Sequence[int]
+    variables: Iterable[ServedVariable], states: Mapping[str, ServerState], updates: Sequence[int]
 ) -> dict[str, Array]:
     """Return named arrays.
 
@@ -94,9 +103,9 @@ def joined(
 def divided(
     saved: Mapping[str, npt.ArrayLike],
     variables: Iterable[ServedVariable],
-    like: Mapping[str, State],
+    like: Mapping[str, ServerState],
     servers: int,
-) -> tuple[dict[str, State], list[int]]:
+) -> tuple[dict[str, ServerState], list[int]]:
     """Return what each part takes, and the updates of each ps.
 
     Args:
@@ -110,7 +119,7 @@ def divided(
     """
     rest = {name: np.asarray(value) for name, value in saved.items()}
     updates = _counts(_taken(rest, _UPDATES), servers, _UPDATES)
-    states: dict[str, State] = {}
+    states: dict[str, ServerState] = {}
     for variable in variables:
         kinds = like[variable.parts[0].name]
         arrays = {}
@@ -123,7 +132,7 @@ def divided(
             counts[kind] = _counts(_taken(rest, name), len(variable.parts), name)
         pieces = {kind: variable.pieces(array) for kind, array in arrays.items()}
         for number, part in enumerate(variable.parts):
-            states[part.name] = State(
+            states[part.name] = ServerState(
                 {kind: counts[kind][number] for kind in counts},
                 {kind: pieces[kind][number] for kind in pieces},
             )
@@ -137,7 +146,7 @@ def divided(
 
 def slices(
     variables: Iterable[ServedVariable],
-    states: Mapping[str, State],
+    states: Mapping[str, ServerState],
     server: int,
     servers: int,
     updates: int,
@@ -155,7 +164,7 @@ def slices(
         ValueError: a ps has several parts of one variable: a slice is one box.
     """
     result = {_UPDATES: Slice(np.array([updates], np.int64), (server,), (servers,))}
-    for variable, number in _own(variables, states):
+    for variable, number in _own_parts(variables, states):
         state = states[variable.parts[number].name]
         start = (variable.offsets[number],) + (0,) * (len(variable.shape) - 1)
         for kind, array in state.arrays.items():
@@ -176,10 +185,10 @@ def is_large(name: str, part: Slice) -> bool:
 def own_states(
     given: Mapping[str, npt.ArrayLike],
     variables: Iterable[ServedVariable],
-    like: Mapping[str, State],
+    like: Mapping[str, ServerState],
     server: int,
     servers: int,
-) -> tuple[dict[str, State], int]:
+) -> tuple[dict[str, ServerState], int]:
     """Return the state of each part of one ps, and its updates, from what `slices` has named.
 
     Raises:
@@ -188,7 +197,7 @@ def own_states(
     rest = {name: np.asarray(value) for name, value in given.items()}
     updates = _counts(_taken(rest, _UPDATES), servers, _UPDATES)[server]
     states = {}
-    for variable, number in _own(variables, like):
+    for variable, number in _own_parts(variables, like):
         part = variable.parts[number].name
         arrays, counts = {}, {}
         for kind, now in like[part].arrays.items():
@@ -197,12 +206,12 @@ def own_states(
         for kind in like[part].counts:
             name = _key(kind, variable.name)
             counts[kind] = _counts(_taken(rest, name), len(variable.parts), name)[number]
-        states[part] = State(counts, arrays)
+        states[part] = ServerState(counts, arrays)
     return states, updates
 
 
-def _own(
-    variables: Iterable[ServedVariable], states: Mapping[str, State]
+def _own_parts(
+    variables: Iterable[ServedVariable], states: Mapping[str, ServerState]
 ) -> Iterator[tuple[ServedVariable, int]]:
     """Yield the variables of which a ps has a part, and the number of it."""
     for variable in variables:

@@ -26,6 +26,7 @@ from typing import Any, NamedTuple
 import numpy.typing as npt
 
 from strategies.core import gradient_sums
+from strategies.core.sparse import Gradient
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -36,11 +37,10 @@ from strategies.errors import (
 )
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.parts import Parts
-from strategies.parameter_server.saved import State
+from strategies.parameter_server.saved import ServerState
 from strategies.parameter_server.staleness import Decision, Ledger, StalenessRule
 from strategies.rpc.registry import ResourceKind, register
 from strategies.rpc.server_requests import Work
-from strategies.core.sparse import Gradient
 
 __all__ = ["PARAMETERS", "Rules", "Shard"]
 
@@ -361,11 +361,11 @@ class Shard:
         parts = [[held.counts, list(held.arrays)] for held in states]
         work.reply(arrays, parts=parts, updates=self._updates)
 
-    def own_state(self) -> tuple[dict[str, State], int]:
+    def own_state(self) -> tuple[dict[str, ServerState], int]:
         """Return name of a part -> its state, as views, and the number of updates."""
         return self._line.submit(lambda: (self._parts.states(), self._updates)).result()
 
-    def load_own(self, states: Mapping[str, State], updates: int) -> None:
+    def load_own(self, states: Mapping[str, ServerState], updates: int) -> None:
         """Go on from what `own_state` has returned."""
         self._line.submit(self._go_on_from, states, updates).result()
 
@@ -379,13 +379,13 @@ class Shard:
         told = work.arguments
         values = iter(work.values)
         states = {
-            name: State(counts, {kind: next(values) for kind in kinds})
+            name: ServerState(counts, {kind: next(values) for kind in kinds})
             for name, (counts, kinds) in zip(self._parts.names(), told["parts"], strict=True)
         }
         self._go_on_from(states, told["updates"])
         work.reply()
 
-    def _go_on_from(self, states: Mapping[str, State], updates: int) -> None:
+    def _go_on_from(self, states: Mapping[str, ServerState], updates: int) -> None:
         self._parts.load(states, self._ledger.version)
         self._before = updates - self._ledger.version
         if self._updates < self.rules.warmup_steps:

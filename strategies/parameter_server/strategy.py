@@ -22,11 +22,14 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies.core.array_ops import dtype_name
 from strategies.averaging.replicas import Gradients
-from strategies.core.validation import integer, number
-from strategies.cluster.scopes import Placeable
+from strategies.checkpoint.boxes import Box, Slice
 from strategies.cluster.device_setter import RoundRobin
+from strategies.cluster.scopes import Placeable
+from strategies.core.array_ops import dtype_name
+from strategies.core.process_group import Ranks
+from strategies.core.sparse import Rows, fitted
+from strategies.core.validation import integer, number
 from strategies.optimizers import Optimizer
 from strategies.parameter_server import making, pushes
 from strategies.parameter_server.by_parts import ByParts
@@ -35,15 +38,12 @@ from strategies.parameter_server.making import Maker, Wanted
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS, Rules, Shard
 from strategies.parameter_server.staleness import Decision, StalenessRule
-from strategies.core.process_group import Ranks
-from strategies.rpc.server import Server
 from strategies.replicas import datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.copies import fetched
 from strategies.replicas.datasets import InputContext, Policy
-from strategies.core.sparse import Rows, fitted
+from strategies.rpc.server import Server
 from strategies.strategy.base.base import Strategy
-from strategies.checkpoint.boxes import Box, Slice
 from strategies.variables import partition
 from strategies.variables.partition import Partitioner
 from strategies.wrapping.hosting import Hosted, Parameter, refuse_others

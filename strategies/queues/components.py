@@ -7,6 +7,7 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
+from strategies.core.sparse import fits
 from strategies.errors import InvalidArgumentError
 from strategies.queues.store import Array, Columns
 from strategies.queues.values import (
@@ -17,7 +18,6 @@ from strategies.queues.values import (
     padded_rows,
     scalar_types,
 )
-from strategies.core.sparse import fits
 
 __all__ = ["Components", "Shape"]
 
@@ -116,7 +116,7 @@ class Components:
                 return (values,)
         elif type(values) in self._bare_types:
             return (values,)
-        parts = self._split("enqueue", values)
+        parts = self._split_parts("enqueue", values)
         if self._prioritised:
             _check_priority("enqueue", parts[0])
         row = []
@@ -140,7 +140,7 @@ class Components:
 
     def columns(self, values: Any) -> tuple[Columns, int]:
         """Check several elements; return columns as the store holds them, and their number."""
-        parts = self._split("enqueue_many", values)
+        parts = self._split_parts("enqueue_many", values)
         if self._prioritised:
             _check_priority("enqueue_many", parts[0])
         columns: list[Array] = []
@@ -203,7 +203,7 @@ class Components:
             return dict(zip(self.names, parts, strict=True))
         return parts[0] if len(parts) == 1 else tuple(parts)
 
-    def _split(self, operation: str, values: Any) -> Sequence[Any]:
+    def _split_parts(self, operation: str, values: Any) -> Sequence[Any]:
         """The parts of what the user gave, one per component."""
         if self.names is not None:
             if not isinstance(values, Mapping):

@@ -24,10 +24,10 @@ from strategies.queues.kinds import (
     RandomShuffleQueue,
 )
 from strategies.queues.values import as_dtype
+from strategies.rpc.client import Answer
 from strategies.rpc.operation import Attempt, RemoteAttempts, serve
 from strategies.rpc.registry import Handler, ResourceKind, register
 from strategies.rpc.server_requests import Work
-from strategies.rpc.client import Answer
 from strategies.rpc.service import Service
 from strategies.rpc.wire import dtype_named
 

@@ -7,8 +7,8 @@ from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from typing import Any, NamedTuple, Protocol
 
-from strategies.core.array_ops import on_several_devices
 from strategies.cluster import local_devices as devices
+from strategies.core.array_ops import on_several_devices
 from strategies.core.communication_options import CommunicationOptions
 from strategies.core.process_group import Ranks
 from strategies.replicas import per_replica, reductions

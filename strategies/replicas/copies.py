@@ -7,8 +7,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from strategies.core import array_ops
 from strategies.cluster import local_devices as devices
+from strategies.core import array_ops
 from strategies.replicas import context
 from strategies.replicas.context import ReplicaStrategy
 

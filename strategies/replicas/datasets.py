@@ -13,14 +13,14 @@ import numpy as np
 import collectives as cc
 from strategies.core import array_ops
 from strategies.core.agreement import compare
+from strategies.core.process_group import Ranks
+from strategies.core.pytree import leaves, map_leaves, zip_leaves
 from strategies.core.validation import choice
 from strategies.errors import NotFoundError
 from strategies.input import split, uneven
 from strategies.input.file_batches import FileBatches
 from strategies.input.split import is_column
-from strategies.core.process_group import Ranks
 from strategies.replicas.per_replica import PerReplica
-from strategies.core.pytree import leaves, map_leaves, zip_leaves
 
 __all__ = [
     "InputContext",

@@ -13,10 +13,10 @@ from array_api_compat import array_namespace
 
 import collectives as cc
 from strategies.core import array_ops
-from strategies.errors import InvalidArgumentError
 from strategies.core.process_group import Ranks
-from strategies.replicas.per_replica import regroup
 from strategies.core.pytree import leaves, map_leaves, zip_leaves
+from strategies.errors import InvalidArgumentError
+from strategies.replicas.per_replica import regroup
 
 __all__ = [
     "Axis",

@@ -136,7 +136,7 @@ class Variable:
         """
         replica = self._replica()
         if replica is None:
-            return self._combined() if self.synchronization == "on_read" else self._components[0]
+            return self._combine() if self.synchronization == "on_read" else self._components[0]
         shown = None if self._shown is None else self._shown[replica.local_id]
         own = self._components[self._place[replica.local_id]] if shown is None else shown
         return replica.read(self, own)
@@ -156,7 +156,7 @@ class Variable:
                 aggregation.
             TypeError: its dtype cannot be cast without changing its kind.
         """
-        array = self._checked(value, "assign")
+        array = self._check(value, "assign")
         if self._summed_from_outside:
             self._assign_shares(array)
         else:
@@ -169,11 +169,11 @@ class Variable:
             ValueError: as `assign`; or an "on_read" variable with "sum" is added to outside of
                 replicas, where it is not clear to which.
         """
-        self._add("assign_add", self._checked(delta, "assign_add"))
+        self._add("assign_add", self._check(delta, "assign_add"))
 
     def assign_sub(self, delta: Any) -> None:
         """Subtract `delta`; otherwise as `assign_add`."""
-        array = self._checked(delta, "assign_sub")
+        array = self._check(delta, "assign_sub")
         with array_ops.at(array):
             self._add("assign_sub", -array)
 
@@ -231,7 +231,7 @@ class Variable:
         top = context.current()
         return top.replica if top is not None and top.strategy is self.strategy else None
 
-    def _checked(self, value: Any, operation: str) -> Any:
+    def _check(self, value: Any, operation: str) -> Any:
         """Return a new value as an array of the variable's library and dtype."""
         replica = self._replica()
         mine = self._components[0 if replica is None else self._place[replica.local_id]]
@@ -283,7 +283,7 @@ class Variable:
             values: of the replicas of this process, or one that these have combined to.
         """
         assert self.strategy is not None
-        combined = values[0] if self._alone else self._aggregated(values)
+        combined = values[0] if self._alone else self._aggregate(values)
 
         def apply() -> None:
             for i in range(len(self._components)):
@@ -295,7 +295,7 @@ class Variable:
         """Take other arrays of JAX for the replicas of this process."""
         self._components = list(components)
 
-    def _combined(self) -> Any:
+    def _combine(self) -> Any:
         """The value of an "on_read" variable outside of replicas."""
         if self._alone:
             return self._components[0]
@@ -305,10 +305,10 @@ class Variable:
                 f"expected aggregation 'sum', 'mean' or 'only_first_replica' (variable: "
                 f"{self.name})"
             )
-        combined = self._aggregated([component.detached(c) for c in self._components])
+        combined = self._aggregate([component.detached(c) for c in self._components])
         return array_ops.copy(combined) if combined is self._components[0] else combined
 
-    def _aggregated(self, values: list[Any]) -> Any:
+    def _aggregate(self, values: list[Any]) -> Any:
         assert self.strategy is not None
         ranks = self.strategy.ranks
         if self.aggregation == "only_first_replica":

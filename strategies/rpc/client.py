@@ -10,8 +10,8 @@ from typing import Any, NamedTuple
 
 from strategies.errors import CancelledError, OpError, UnavailableError
 from strategies.rpc import message as protocol
-from strategies.rpc.registry import Address
 from strategies.rpc.message import Kind, Message
+from strategies.rpc.registry import Address
 from strategies.rpc.wire import Frame
 
 __all__ = ["DECISION", "Answer", "Requests"]

@@ -14,10 +14,10 @@ from typing import Any
 from strategies.cluster.local_devices import selected
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnknownError
 from strategies.rpc import pool, wire
+from strategies.rpc.client import Answer
+from strategies.rpc.function_names import function_named, name_of
 from strategies.rpc.registry import Address, offer
 from strategies.rpc.server_requests import Work
-from strategies.rpc.function_names import function_named, name_of
-from strategies.rpc.client import Answer
 from strategies.rpc.service import Service
 
 __all__ = ["RemoteTraceback", "Task", "TaskFuture"]
@@ -205,7 +205,7 @@ def _begin_here(
     """Let a thread of this task make the call, and return what takes it back."""
 
     def job() -> None:
-        future.finish(lambda: _called(name, device, arguments, named))
+        future.finish(lambda: _call_on_device(name, device, arguments, named))
 
     pool.CALLS.submit(job)
     return lambda: pool.CALLS.withdraw(job)
@@ -271,7 +271,7 @@ def _error(name: str, arguments: Any) -> BaseException:
 # At the task that runs the function.
 
 
-def _called(
+def _call_on_device(
     name: str, device: str | None, arguments: Sequence[Any], named: Mapping[str, Any]
 ) -> Any:
     """Call a function with its device selected."""
@@ -285,7 +285,7 @@ def _call(work: Work) -> None:
         try:
             arguments, named = work.values
             name, device = work.arguments["function"], work.arguments["device"]
-            values = wire.pack([_called(name, device, arguments, named)], "run")
+            values = wire.pack([_call_on_device(name, device, arguments, named)], "run")
         except BaseException as error:
             work.reply(_arguments(error), raised=_words(error))
         else:

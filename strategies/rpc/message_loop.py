@@ -18,9 +18,9 @@ from typing import Any
 import collectives as cc
 from strategies.errors import DeadlineExceededError, InternalError, UnavailableError
 from strategies.rpc import message as protocol
-from strategies.rpc.server_requests import Incoming, Work
-from strategies.rpc.message import Kind, Message
 from strategies.rpc.client import Requests
+from strategies.rpc.message import Kind, Message
+from strategies.rpc.server_requests import Incoming, Work
 from strategies.rpc.wire import Frame
 
 __all__ = ["Exchange"]

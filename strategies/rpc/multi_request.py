@@ -11,8 +11,8 @@ from typing import Any, NamedTuple
 
 from strategies.errors import DeadlineExceededError, OpError, UnavailableError
 from strategies.rpc import client
-from strategies.rpc.registry import Address
 from strategies.rpc.client import Answer, Requests
+from strategies.rpc.registry import Address
 
 __all__ = ["Asked", "Question"]
 

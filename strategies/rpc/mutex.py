@@ -22,10 +22,10 @@ from strategies.errors import (
     FailedPreconditionError,
     OpError,
 )
+from strategies.rpc.client import Answer
 from strategies.rpc.operation import Attempt, RemoteAttempts, Waiting, perform, serve
 from strategies.rpc.registry import ResourceKind, register
 from strategies.rpc.server_requests import Work
-from strategies.rpc.client import Answer
 from strategies.rpc.service import Service
 
 __all__ = ["MutexLock"]

@@ -23,11 +23,11 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnavailableError
 from strategies.rpc import client
+from strategies.rpc.client import Answer
 from strategies.rpc.registry import Address
 from strategies.rpc.server_requests import Work
-from strategies.rpc.wait_limits import chosen, wait_limit
-from strategies.rpc.client import Answer
 from strategies.rpc.service import Service
+from strategies.rpc.wait_limits import chosen, wait_limit
 
 __all__ = ["Attempt", "RemoteAttempts", "Waiting", "finish", "perform", "serve"]
 

@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 from strategies.cluster.cluster import Cluster
-from strategies.errors import UnavailableError
 from strategies.core.process_group import Ranks
+from strategies.errors import UnavailableError
 from strategies.rpc.service import Service
 
 __all__ = ["Server"]

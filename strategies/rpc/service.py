@@ -15,10 +15,10 @@ from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.placement import Placer, devices_of
 from strategies.cluster.scopes import Placeable, device, requested
 from strategies.errors import OpError
+from strategies.rpc.client import Answer
+from strategies.rpc.message_loop import Exchange
 from strategies.rpc.multi_request import Asked, Question
 from strategies.rpc.registry import Address, Containers, ResourceKind, current_container
-from strategies.rpc.message_loop import Exchange
-from strategies.rpc.client import Answer
 from strategies.rpc.wire import dtype_named
 
 __all__ = ["Service"]

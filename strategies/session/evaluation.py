@@ -10,8 +10,8 @@ from typing import Any
 
 from strategies import errors
 from strategies.checkpoint import checkpoint_listing
-from strategies.session.hook_base import Hook, Session
 from strategies.checkpoint.storage import Location, located
+from strategies.session.hook_base import Hook, Session
 from strategies.session.metrics_writer import MetricsWriter, read_metrics
 
 __all__ = ["Evaluator", "ScoreNew"]

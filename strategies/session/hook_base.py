@@ -6,8 +6,8 @@ import time
 from collections.abc import Iterable, Mapping
 from typing import Any, Protocol
 
-from strategies.core.validation import integer, number
 from strategies.checkpoint.storage import Location
+from strategies.core.validation import integer, number
 
 __all__ = ["Hook", "InOrder", "Session", "Timer", "Values"]
 

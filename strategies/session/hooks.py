@@ -29,9 +29,9 @@ from typing import Any
 
 import collectives as cc
 from strategies import errors
+from strategies.checkpoint.storage import Location
 from strategies.core.validation import integer
 from strategies.session.hook_base import Hook, Session, Timer, Values
-from strategies.checkpoint.storage import Location
 
 __all__ = [
     "Checkpoints",

@@ -17,8 +17,8 @@ from typing import Any, TextIO
 import numpy as np
 
 from strategies import errors
-from strategies.core.validation import integer
 from strategies.checkpoint import atomic_io
+from strategies.core.validation import integer
 
 __all__ = ["MetricsWriter", "Progress", "loss_curve", "read_metrics"]
 

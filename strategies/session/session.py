@@ -18,16 +18,16 @@ from typing import Any, TypeVar
 
 import collectives as cc
 from strategies import errors
-from strategies.core.validation import integer
+from strategies.checkpoint.saver import Saver
 from strategies.core.process_group import Ranks
+from strategies.core.validation import integer
 from strategies.elastic import event_log
+from strategies.elastic.elastic_state import State
 from strategies.elastic.fault_injection import inject
+from strategies.elastic.preemption import Preemption
 from strategies.session.hook_base import Hook, InOrder
 from strategies.session.hooks import Checkpoints, StopAtStep
 from strategies.session.session_state import Kept
-from strategies.elastic.preemption import Preemption
-from strategies.checkpoint.saver import Saver
-from strategies.elastic.elastic_state import State
 from strategies.session.stop_control import Stopping
 
 __all__ = ["TrainingSession"]
@@ -255,7 +255,7 @@ class TrainingSession:
         done = self._step
         self._step = done + 1 if self._global_step is None else self._global_step()
         try:
-            self._settle(self._watched(result))
+            self._settle(self._show_to_hooks(result))
         except BaseException:
             self._step = done
             raise
@@ -264,7 +264,7 @@ class TrainingSession:
             self._commit()
         return result
 
-    def _watched(self, result: Any) -> Exception | None:
+    def _show_to_hooks(self, result: Any) -> Exception | None:
         """Show the values to the hooks; returns the error of one of them."""
         self._values = result if isinstance(result, Mapping) else {}
         try:

@@ -7,10 +7,10 @@ from typing import Any
 
 import collectives as cc
 from strategies import errors
-from strategies.core.process_group import Ranks
 from strategies.checkpoint import state_protocols as kinds
-from strategies.checkpoint.storage import Location
 from strategies.checkpoint.saver import Saver
+from strategies.checkpoint.storage import Location
+from strategies.core.process_group import Ranks
 from strategies.elastic.elastic_state import State
 
 __all__ = ["Kept"]

@@ -10,7 +10,7 @@ from typing import Any
 from strategies.accumulators.engine import Take
 from strategies.accumulators.remote import Engine
 from strategies.errors import OpError
-from strategies.rpc import operation, message
+from strategies.rpc import message, operation
 from strategies.rpc.wire import Array
 from strategies.spare_replica.turns import Rounds
 

@@ -9,11 +9,12 @@ from typing import Any
 
 import numpy as np
 
-from strategies.core import array_ops
 from strategies.accumulators.engine import Apply
 from strategies.accumulators.remote import Engine, open_accumulation
 from strategies.accumulators.sums import Gradient, Part
 from strategies.averaging.optimizer import ArrayOptimizer
+from strategies.core import array_ops
+from strategies.core.sparse import Rows
 from strategies.errors import OpError, UnavailableError
 from strategies.optimizers.pairs import Pair
 from strategies.rpc.operation import Attempt, Waiting, finish, perform
@@ -21,7 +22,6 @@ from strategies.rpc.service import Service
 from strategies.rpc.wire import Array
 from strategies.spare_replica.chief_loop import ChiefLoop
 from strategies.spare_replica.turns import Leave, Rounds, Stay, Turn, open_rounds
-from strategies.core.sparse import Rows
 
 __all__ = ["SpareSteps", "StepReport"]
 

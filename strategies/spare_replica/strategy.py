@@ -8,13 +8,13 @@ from typing import Any
 
 import collectives as cc
 from strategies.core import gradient_sums
+from strategies.core.process_group import Ranks
 from strategies.core.validation import integer
 from strategies.optimizers.pairs import Pair, resolve
-from strategies.core.process_group import Ranks
-from strategies.rpc.service import Service
 from strategies.replicas import context, datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
+from strategies.rpc.service import Service
 from strategies.spare_replica.optimizer_of_each import OptimizerOfEach
 from strategies.spare_replica.steps import SpareSteps, StepReport
 from strategies.strategy.base.base import Strategy
@@ -172,7 +172,7 @@ class SpareReplicaStrategy(Strategy):
             OutOfRangeError: no step can be made because too many workers have left.
             OpError: the chief's update has failed; on all ranks.
         """
-        pairs = self._checked(optimizer, grads_and_vars, examples)
+        pairs = self._check_pairs(optimizer, grads_and_vars, examples)
         if not self._steps.started:
             self._steps.start(optimizer, pairs)
             self._optimizer, self._keys = optimizer, [pair.key for pair in pairs]
@@ -238,7 +238,7 @@ class SpareReplicaStrategy(Strategy):
                 f"{self.total_num_replicas - 1}, got {self._tasks}"
             )
 
-    def _checked(self, optimizer: Any, grads_and_vars: Any, examples: Any) -> list[Pair]:
+    def _check_pairs(self, optimizer: Any, grads_and_vars: Any, examples: Any) -> list[Pair]:
         """Return the pairs, if everything is as in the other calls."""
         top = context.current()
         if top is None or top.replica is None:

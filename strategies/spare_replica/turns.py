@@ -17,10 +17,10 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from strategies.errors import CancelledError, OpError, OutOfRangeError, UnavailableError
+from strategies.rpc.client import Answer
 from strategies.rpc.operation import Attempt, RemoteAttempts, serve
 from strategies.rpc.registry import ResourceKind, register
 from strategies.rpc.server_requests import Work
-from strategies.rpc.client import Answer
 from strategies.rpc.service import Service
 from strategies.rpc.wire import Array
 

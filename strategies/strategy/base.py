@@ -216,9 +216,9 @@ class Strategy:
             RuntimeError: called inside a replica.
         """
         require_cross_replica(self, "reduce")
-        return self.ranks.together("reduce", lambda: self._reduced(op, value, axis))
+        return self.ranks.together("reduce", lambda: self._reduce(op, value, axis))
 
-    def _reduced(self, op: Any, value: Any, axis: Axis) -> Any:
+    def _reduce(self, op: Any, value: Any, axis: Axis) -> Any:
         chosen = reductions.parse_op(op, "reduce")
         count = len(self.devices)
         if count == 1 or differs(value):

@@ -7,15 +7,15 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any, Generic, NamedTuple, TypeVar
 
 import collectives as cc
+from strategies.checkpoint.storage import Location
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.resolvers import ClusterResolver
 from strategies.cluster.spec import ClusterSpec
+from strategies.elastic.preemption import Preemption
 from strategies.errors import DeadlineExceededError
 from strategies.rpc.server import Server
 from strategies.session.evaluation import Evaluator, ScoreNew
 from strategies.session.hook_base import Hook
-from strategies.checkpoint.storage import Location
-from strategies.elastic.preemption import Preemption
 
 __all__ = ["Experiment", "Tasks", "train_and_evaluate"]
 

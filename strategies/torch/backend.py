@@ -341,12 +341,12 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def _message(
         self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int
-    ) -> messages.Message:
+    ) -> messages.MessageWork:
         """Start sending or receiving a tensor, unless the group has ended, also by an error."""
         begin: Any = messages.send if operation == "send" else messages.receive
         try:
             self.comm.check_usable(operation)
-            message: messages.Message = begin(self.comm, tensor, peer, tag, self._limit)
+            message: messages.MessageWork = begin(self.comm, tensor, peer, tag, self._limit)
         except Exception as error:
             raise translated(error) from error.__cause__
         return message

@@ -12,10 +12,10 @@ import collectives as cc
 from strategies.torch.tensors import lend
 from strategies.torch.work import translated
 
-__all__ = ["Message", "receive", "send"]
+__all__ = ["MessageWork", "receive", "send"]
 
 
-class Message:
+class MessageWork:
     """A tensor under way.
 
     Args:
@@ -64,16 +64,18 @@ class Message:
         self._request.add_done_callback(call)
 
 
-def send(comm: cc.Communicator, tensor: torch.Tensor, dest: int, tag: int, limit: float) -> Message:
+def send(
+    comm: cc.Communicator, tensor: torch.Tensor, dest: int, tag: int, limit: float
+) -> MessageWork:
     """Start sending a tensor, which must not change before it has arrived."""
     array, _ = lend(tensor)
-    return Message(comm.isend(array.reshape(-1), dest, tag=tag, timeout=limit))
+    return MessageWork(comm.isend(array.reshape(-1), dest, tag=tag, timeout=limit))
 
 
 def receive(
     comm: cc.Communicator, tensor: torch.Tensor, source: int | None, tag: int, limit: float
-) -> Message:
+) -> MessageWork:
     """Start receiving a tensor; None for whichever rank sends one."""
     array, write = lend(tensor)
     into = array.reshape(-1)
-    return Message(comm.irecv(source, tag=tag, out=into, timeout=limit), write)
+    return MessageWork(comm.irecv(source, tag=tag, out=into, timeout=limit), write)

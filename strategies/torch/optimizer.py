@@ -25,14 +25,14 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import collectives as cc
-from strategies.core import agreement
 from strategies.averaging.averaging import Averaging
 from strategies.averaging.leaf import Leaf
 from strategies.averaging.optimizer import identity
 from strategies.averaging.passes import Contribution, Passes
 from strategies.averaging.rule import Rule
-from strategies.replicas.context import require_one_replica
+from strategies.core import agreement
 from strategies.core.sparse import Rows
+from strategies.replicas.context import require_one_replica
 from strategies.torch.backward import Backward
 from strategies.torch.method_guard import MethodGuard
 from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of, settings_of

@@ -65,12 +65,12 @@ class ShardedSampler(torch.utils.data.Sampler):
             rows = data if isinstance(data, int) else len(data)
             self._rows = integer("ShardedSampler", "number of rows", rows)
             facts = [f"{rows} rows", f"shuffle {shuffle}", f"seed {seed}", state_fact(state)]
-            return self._begun(), facts
+            return self._begin(), facts
 
         self._pass = agreement.compare(self._comm, "ShardedSampler", begin)
 
     def __iter__(self) -> Iterator[int]:
-        self._pass, self._given = self._begun(), 0
+        self._pass, self._given = self._begin(), 0
         for row in self._pass:
             self._given += 1
             yield row
@@ -82,11 +82,11 @@ class ShardedSampler(torch.utils.data.Sampler):
 
     def __setstate__(self, state: dict[str, Any]) -> None:
         self.__dict__ |= state
-        self._pass = self._begun()
+        self._pass = self._begin()
 
     def __len__(self) -> int:
         """Return how many rows this rank has in the next pass."""
-        return sum(1 for _ in self._begun())
+        return sum(1 for _ in self._begin())
 
     def set_epoch(self, epoch: int) -> None:
         """Say which epoch the next pass is."""
@@ -107,7 +107,7 @@ class ShardedSampler(torch.utils.data.Sampler):
         own = {**position, "used": count, "begun": None}
         return merge_positions(self._comm.allgather_object(own))
 
-    def _begun(self) -> ShardedInput[int]:
+    def _begin(self) -> ShardedInput[int]:
         """Begin an epoch, perhaps in its middle: every row is a file with one record."""
         self._epoch_of_pass = self.epoch
         about = {"files": self._rows, "seed": self._seed, "shuffle": self._shuffle}

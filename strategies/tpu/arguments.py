@@ -15,11 +15,11 @@ import jax
 import numpy as np
 from jax.sharding import NamedSharding, PartitionSpec
 
-from strategies.core import array_ops
 from strategies.cluster import local_devices as devices
+from strategies.core import array_ops
+from strategies.core.pytree import leaves, map_leaves
 from strategies.replicas.per_replica import PerReplica
 from strategies.replicas.variable import Variable
-from strategies.core.pytree import leaves, map_leaves
 from strategies.tpu.replica import AXIS, Untraceable
 
 __all__ = ["Arguments", "Joined", "Mesh", "Stacked", "is_array"]

@@ -19,9 +19,9 @@ import jax
 from jax.sharding import PartitionSpec
 
 from strategies.core.array_ops import shards
+from strategies.core.pytree import leaves, map_leaves
 from strategies.replicas import context, per_replica
 from strategies.replicas.variable import Variable
-from strategies.core.pytree import leaves, map_leaves
 from strategies.tpu.arguments import Arguments, Mesh, Stacked, is_array
 from strategies.tpu.replica import AXIS, Meet, Trace, TracedReplica
 

@@ -17,11 +17,11 @@ import numpy as np
 
 from strategies.core import array_ops
 from strategies.core.communication_options import CommunicationOptions
+from strategies.core.pytree import leaves, map_leaves
+from strategies.core.sparse import Rows
 from strategies.replicas import reductions
 from strategies.replicas.context import ReplicaContext, ReplicaStrategy
 from strategies.replicas.variable import Variable
-from strategies.core.sparse import Rows
-from strategies.core.pytree import leaves, map_leaves
 
 __all__ = ["AXIS", "Effect", "Meet", "Trace", "TracedReplica", "Untraceable"]
 

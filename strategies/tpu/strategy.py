@@ -19,9 +19,9 @@ from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.averaging.replicas import Gradients
 from strategies.cluster.local_devices import of_jax, put_jax
 from strategies.cluster.resolvers import TPUClusterResolver
-from strategies.optimizers import Optimizer
 from strategies.core.communication_options import CommunicationOptions
 from strategies.core.process_group import of_this_job
+from strategies.optimizers import Optimizer
 from strategies.replicas import context, datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.strategy.base.base import Strategy
@@ -108,7 +108,7 @@ class TPUStrategy(Strategy):
         self.ranks.begin()
         program, given, why, error = None, None, "", None
         try:
-            program, given, why = self._compiled(fn, [list(args), dict(kwargs or {})])
+            program, given, why = self._compile(fn, [list(args), dict(kwargs or {})])
         except Exception as caught:
             error = caught
         if self._any_cannot(why):
@@ -132,7 +132,7 @@ class TPUStrategy(Strategy):
         mine = np.array([bool(why)], np.int64)
         return bool(self.ranks.reduced([mine], cc.MAX)[0][0])
 
-    def _compiled(self, fn: Callable[..., Any], given: Any) -> tuple[Any, Any, str]:
+    def _compile(self, fn: Callable[..., Any], given: Any) -> tuple[Any, Any, str]:
         """Return the program for a call, its arguments, and why there is none."""
         import jax
 

@@ -15,9 +15,9 @@ import numpy as np
 import collectives as cc
 from strategies.core import gradient_sums
 from strategies.core.array_ops import COMPUTE, dtype_name
+from strategies.core.sparse import Rows, fitted, summed
 from strategies.errors import FailedPreconditionError, InvalidArgumentError, OpError
 from strategies.rpc.wire import Array
-from strategies.core.sparse import Rows, fitted, summed
 from strategies.variables import partition
 from strategies.variables.store import Stored
 
@@ -75,7 +75,7 @@ def _rounded(array: Array, compression: cc.Compression | None, name: str | None 
     if codec is None:
         return array
     flat = np.ascontiguousarray(array).reshape(-1)
-    codec.claim(flat.size, flat.dtype)
+    codec.acquire(flat.size, flat.dtype)
     return codec.pack(flat).reshape(array.shape)
 
 
@@ -111,7 +111,7 @@ def _describe(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]
     return Outcome([thing.version, list(value.shape), value.dtype.name], [])
 
 
-def _read(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+def _read_value(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
     """Return the value, or what lies between two rows."""
     value = thing.view()
     if "start" in options:
@@ -136,7 +136,7 @@ def _gather(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) 
 def _assign(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
     new = _like("assign", thing, arrays[0])
     thing.writable(keep=False)[...] = new
-    return _changed(thing)
+    return _change(thing)
 
 
 def _assign_sum(operation: str, combine: np.ufunc) -> Action:
@@ -146,7 +146,7 @@ def _assign_sum(operation: str, combine: np.ufunc) -> Action:
         delta = _like(operation, thing, arrays[0])
         value = thing.writable()
         combine(value, delta, out=value)
-        return _changed(thing)
+        return _change(thing)
 
     return action
 
@@ -157,7 +157,7 @@ def _scatter_update(thing: Stored, arrays: Sequence[Array], options: Mapping[str
     # Of an index that is given several times the last row counts.
     last = len(indices) - 1 - np.unique(indices[::-1], return_index=True)[1]
     thing.writable()[indices[last]] = rows[last]
-    return _changed(thing)
+    return _change(thing)
 
 
 def _scatter_sum(operation: str, combine: np.ufunc) -> Action:
@@ -172,7 +172,7 @@ def _scatter_sum(operation: str, combine: np.ufunc) -> Action:
             value[change.indices] = combine(value[change.indices], change.values)
         else:
             combine.at(value, indices, rows)
-        return _changed(thing)
+        return _change(thing)
 
     return action
 
@@ -204,7 +204,7 @@ def _apply_gradients(thing: Stored, arrays: Sequence[Array], options: Mapping[st
     return Outcome([thing.version, staleness, True], [])
 
 
-def _changed(thing: Stored) -> Outcome:
+def _change(thing: Stored) -> Outcome:
     thing.version += 1
     return Outcome([thing.version], [])
 
@@ -258,7 +258,7 @@ ACTIONS: dict[str, Action] = {
     "assign_sub": _assign_sum("assign_sub", np.subtract),
     "describe": _describe,
     "gather": _gather,
-    "read": _read,
+    "read": _read_value,
     "scatter_add": _scatter_sum("scatter_add", np.add),
     "scatter_sub": _scatter_sum("scatter_sub", np.subtract),
     "scatter_update": _scatter_update,

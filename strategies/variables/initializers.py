@@ -90,7 +90,7 @@ def _normal(
         numbers: Array = random.standard_normal(size, kind) * kind(stddev) + kind(mean)
         return numbers
 
-    return _drawn(draw, seed, first, last, shape, dtype)
+    return _draw(draw, seed, first, last, shape, dtype)
 
 
 def _uniform(
@@ -100,10 +100,10 @@ def _uniform(
         numbers: Array = random.random(size, kind) * kind(high - low) + kind(low)
         return numbers
 
-    return _drawn(draw, seed, first, last, shape, dtype)
+    return _draw(draw, seed, first, last, shape, dtype)
 
 
-def _drawn(
+def _draw(
     draw: Callable[[np.random.Generator, Shape, Any], Array],
     seed: int,
     first: int,

@@ -16,11 +16,11 @@ import collectives as cc
 from strategies.core.validation import number
 from strategies.errors import InvalidArgumentError, OpError
 from strategies.rpc import operation as attempt
+from strategies.rpc.client import Answer
 from strategies.rpc.multi_request import Question
 from strategies.rpc.registry import Address
-from strategies.rpc.wait_limits import wait_limit
-from strategies.rpc.client import Answer
 from strategies.rpc.service import Service
+from strategies.rpc.wait_limits import wait_limit
 from strategies.rpc.wire import Array, dtype_named
 from strategies.variables import actions, serving
 from strategies.variables.actions import Outcome

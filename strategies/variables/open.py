@@ -114,7 +114,7 @@ def open_variable(
     words = optimizer_as_words(optimizer, "shared_variable")
     value = None
     if initial_value is not None and not callable(initial_value):
-        value = _checked(initial_value, dtype, shared_name)
+        value = _check(initial_value, dtype, shared_name)
     wanted = _properties(value, words, whole)
     if shape is not None:
         wanted |= {"shape": list(shape), "dtype": np.dtype(dtype).name}
@@ -129,7 +129,7 @@ def open_variable(
         set_first(service.here(KIND, address), part, wanted)
     elif part is None or not _made_there(variable, part, wanted):
         if callable(initial_value):
-            value = _checked(initial_value(), dtype, shared_name)
+            value = _check(initial_value(), dtype, shared_name)
             wanted = _properties(value, words, whole)
         assert value is not None
         if here:
@@ -214,7 +214,7 @@ def shared_partitioned_variable(
     if callable(initial_value):
         dtype = np.float32 if dtype is None else dtype
     elif initial_value is not None:
-        value = _checked(initial_value, dtype, shared_name)
+        value = _check(initial_value, dtype, shared_name)
         if shape is not None:
             partition.check_shape("shared_partitioned_variable", value, shape, shared_name)
         shape, dtype = value.shape, value.dtype
@@ -254,7 +254,7 @@ def shared_partitioned_variable(
     return PartitionedVariable(parts, shared_name, shape, dtype, cut)
 
 
-def _checked(value: Any, dtype: Any, name: str) -> Array:
+def _check(value: Any, dtype: Any, name: str) -> Array:
     try:
         array = host_array(value, "shared_variable", name)
         if dtype is not None:

@@ -15,11 +15,11 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
+from strategies.core.sparse import Rows
 from strategies.errors import InvalidArgumentError
 from strategies.rpc.registry import Address
 from strategies.rpc.service import Service
 from strategies.rpc.wire import Array
-from strategies.core.sparse import Rows
 from strategies.variables import items, partition
 from strategies.variables.actions import Outcome, compressed
 from strategies.variables.given import host_array
@@ -29,10 +29,10 @@ from strategies.variables.serving import KIND
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["Change", "Operations", "is_missing"]
+__all__ = ["ChangeOptions", "Operations", "is_missing"]
 
 
-class Change(TypedDict, total=False):
+class ChangeOptions(TypedDict, total=False):
     """Options of what changes a variable.
 
     Attributes:
@@ -154,20 +154,20 @@ class Operations(abc.ABC, Generic[V]):
         versions = [None if reading is None else reading.version for reading in readings]
         return Reading(items.spread(found, positions, wanted.shape), self._together(versions))
 
-    def assign(self, value: npt.ArrayLike, **options: Unpack[Change]) -> V:
+    def assign(self, value: npt.ArrayLike, **options: Unpack[ChangeOptions]) -> V:
         """Set the value, and return the new version."""
         return self._change("assign", self.pieces("assign", value), **options)
 
-    def assign_add(self, delta: npt.ArrayLike, **options: Unpack[Change]) -> V:
+    def assign_add(self, delta: npt.ArrayLike, **options: Unpack[ChangeOptions]) -> V:
         """Add to the value, and return the new version."""
         return self._change("assign_add", self.pieces("assign_add", delta), **options)
 
-    def assign_sub(self, delta: npt.ArrayLike, **options: Unpack[Change]) -> V:
+    def assign_sub(self, delta: npt.ArrayLike, **options: Unpack[ChangeOptions]) -> V:
         """Subtract from the value, and return the new version."""
         return self._change("assign_sub", self.pieces("assign_sub", delta), **options)
 
     def scatter_add(
-        self, indices: npt.ArrayLike, rows: npt.ArrayLike, **options: Unpack[Change]
+        self, indices: npt.ArrayLike, rows: npt.ArrayLike, **options: Unpack[ChangeOptions]
     ) -> V:
         """Add rows at indices, shape (k,), those of one index summed; return the new version.
 
@@ -176,13 +176,13 @@ class Operations(abc.ABC, Generic[V]):
         return self._change("scatter_add", self._rows("scatter_add", indices, rows), **options)
 
     def scatter_sub(
-        self, indices: npt.ArrayLike, rows: npt.ArrayLike, **options: Unpack[Change]
+        self, indices: npt.ArrayLike, rows: npt.ArrayLike, **options: Unpack[ChangeOptions]
     ) -> V:
         """Subtract rows at indices, as `scatter_add` adds them."""
         return self._change("scatter_sub", self._rows("scatter_sub", indices, rows), **options)
 
     def scatter_update(
-        self, indices: npt.ArrayLike, rows: npt.ArrayLike, **options: Unpack[Change]
+        self, indices: npt.ArrayLike, rows: npt.ArrayLike, **options: Unpack[ChangeOptions]
     ) -> V:
         """Set rows at indices, the last one of an index; return the new version."""
         return self._change(

@@ -20,8 +20,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from strategies.errors import InvalidArgumentError
 from strategies.core.sparse import Rows
+from strategies.errors import InvalidArgumentError
 
 __all__ = [
     "Partitioner",

@@ -22,8 +22,8 @@ from strategies.errors import (
     OpError,
 )
 from strategies.optimizers import LearningRate, Optimizer
-from strategies.rpc.operation import Attempt, Waiting
 from strategies.rpc.function_names import function_named, name_of
+from strategies.rpc.operation import Attempt, Waiting
 from strategies.rpc.wire import Array
 
 __all__ = ["AllReady", "Named", "Stored", "make_optimizer", "optimizer_as_words"]

@@ -8,8 +8,8 @@ from typing import Any
 import numpy.typing as npt
 
 import collectives as cc
-from strategies.errors import InvalidArgumentError
 from strategies.core.sparse import Rows
+from strategies.errors import InvalidArgumentError
 from strategies.variables import items
 from strategies.variables.actions import Outcome
 from strategies.variables.items import Item, Reading, Update, packing, stepping

@@ -15,8 +15,8 @@ from typing import Any, NamedTuple, Protocol
 
 import numpy as np
 
-from strategies.optimizers import Optimizer
 from strategies.core.sparse import Gradient
+from strategies.optimizers import Optimizer
 
 __all__ = ["Hosted", "HostingStrategy", "Parameter", "refuse_others"]
 

@@ -14,9 +14,9 @@ import numpy as np
 import optax
 from jax.experimental import io_callback
 
-from strategies.optimizers.from_optax import equivalent
-from strategies.core.sparse import Gradient, Rows
 from strategies.core.pytree import WHOLE
+from strategies.core.sparse import Gradient, Rows
+from strategies.optimizers.from_optax import equivalent
 from strategies.wrapping.hosting import Hosted, HostingStrategy, Parameter
 
 __all__ = ["StrategyTransformation", "wrap"]
@@ -66,7 +66,7 @@ class _Steps:
         """Put the parameters on their tasks; *collective*, when it is called for the first time."""
         names, leaves, _ = _flat(params)
         optimizer = self._optimizer
-        if any(map(_traced, leaves)):
+        if any(map(_is_traced, leaves)):
             raise TypeError(
                 "init: other tasks take the parameters over, expected a call outside of jax.jit"
             )
@@ -101,10 +101,10 @@ class _Steps:
             newest = zip(self._hosted.values, values, strict=True)
             return [new - np.asarray(old) for new, old in newest]
 
-        rows = np.int32(examples if told else 0) if not _traced(examples) else examples
+        rows = np.int32(examples if told else 0) if not _is_traced(examples) else examples
         # JAX knows nothing of `Rows`, only of what they consist of.
         gradients = [(g.indices, g.values) if isinstance(g, Rows) else g for g in gradients]
-        if any(map(_traced, jax.tree_util.tree_leaves([gradients, values, rows]))):
+        if any(map(_is_traced, jax.tree_util.tree_leaves([gradients, values, rows]))):
             shapes = jax.eval_shape(lambda: values)
             changes = io_callback(on_the_host, shapes, rows, gradients, values, ordered=True)
         else:
@@ -147,5 +147,5 @@ def _gradient(given: Any) -> Gradient:
     return np.asarray(given)
 
 
-def _traced(array: Any) -> bool:
+def _is_traced(array: Any) -> bool:
     return isinstance(array, jax.core.Tracer)

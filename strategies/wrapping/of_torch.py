@@ -8,10 +8,10 @@ from typing import TYPE_CHECKING, Any
 import numpy as np
 import torch
 
-from strategies.core import array_ops
 from strategies.averaging.optimizer import identity
-from strategies.optimizers.from_torch import equivalents, rate_of
+from strategies.core import array_ops
 from strategies.core.sparse import Rows, as_rows
+from strategies.optimizers.from_torch import equivalents, rate_of
 from strategies.torch.parameters import names_of
 from strategies.wrapping.hosting import HostingStrategy, Parameter
 

@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 
 import collectives as cc
-from collectives.operations.nonblocking import Progress, asynchronous
+from collectives.operations.nonblocking import RequestThread, nonblocking_twin
 
 LIMIT = 20.0
 
@@ -25,8 +25,8 @@ OPERATIONS = {
 def start(comm, name, *args, **kwargs):
     """Start an operation by the name of its blocking form."""
     if not hasattr(comm, "progress"):
-        comm.progress = Progress(lambda: comm.split(0, comm.rank))
-    return asynchronous(getattr(type(comm), name))(comm, *args, **kwargs)
+        comm.progress = RequestThread(lambda: comm.split(0, comm.rank))
+    return nonblocking_twin(getattr(type(comm), name))(comm, *args, **kwargs)
 
 
 def finish(comm):

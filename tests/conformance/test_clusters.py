@@ -15,9 +15,9 @@ import fakecupy
 from requirements import installed
 from strategies.accumulators.accumulators import ConditionalAccumulator, shared_accumulator
 from strategies.cluster.cluster import Cluster
+from strategies.cluster.device_setter import GreedyLoadBalancing, byte_size, replica_device_setter
 from strategies.cluster.resolvers import SimpleClusterResolver, TFConfigClusterResolver
 from strategies.cluster.scopes import Placeable, device
-from strategies.cluster.device_setter import GreedyLoadBalancing, byte_size, replica_device_setter
 from strategies.cluster.spec import ClusterSpec
 from strategies.errors import (
     AbortedError,
@@ -27,8 +27,8 @@ from strategies.errors import (
 )
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import shared_queue
-from strategies.rpc.registry import Address, container
 from strategies.rpc.functions import Task
+from strategies.rpc.registry import Address, container
 from strategies.rpc.server import Server
 from strategies.rpc.service import Service
 from strategies.variables.open import shared_variable

@@ -11,7 +11,7 @@ import pytest
 
 import collectives as cc
 import oracle
-from collectives.fusion.layouts import Groupings
+from collectives.fusion.layouts import FusionCache
 from requirements import installed
 
 HUGE = np.array([2**63 + 1], np.uint64)  # would be negative as int64
@@ -150,7 +150,7 @@ def test_a_list_of_shapes_that_one_rank_has_forgotten_is_no_deadlock(world):
         reduce = functools.partial(comm.grouped_allreduce, [np.ones(3)], op=cc.SUM)
         reduce()
         if comm.rank == 0:
-            comm.kept(Groupings).known.clear()
+            comm.kept(FusionCache).known.clear()
         if comm.size > 1 and not comm.sends_messages:
             with pytest.raises(cc.MismatchError, match="planned is"):
                 reduce()

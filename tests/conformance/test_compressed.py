@@ -10,8 +10,8 @@ import collectives as cc
 import oracle
 from collectives.algorithms import compressed
 from collectives.arrays import reduction
-from collectives.kernels.compression import BF16, FP16, INT8
 from collectives.kernels import int8
+from collectives.kernels.compression import BF16, FP16, INT8
 from collectives.transport.transport import Deadline
 
 SCHEMES = [FP16, BF16, INT8]
@@ -214,7 +214,7 @@ def test_a_buffer_that_is_prepared_is_reduced_in_place(world):
     def check(comm):
         arrays = everyones(comm, 1001, "f4")
         buffer = arrays[comm.rank].copy()
-        reduction.prepare(buffer, cc.MEAN, comm.size)
+        reduction.prescale(buffer, cc.MEAN, comm.size)
         codec = FP16.codec(buffer.dtype, cc.MEAN, network=False)
         deadline = Deadline("allreduce", 20.0)
         compressed.allreduce(comm.transport, buffer, cc.MEAN, deadline, codec=codec)

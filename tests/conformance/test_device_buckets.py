@@ -16,7 +16,7 @@ import collectives as cc
 import fakecupy
 import strategies
 from collectives.arrays import staging
-from collectives.devices.staged import OnDevices
+from collectives.devices.staged import DeviceOperations
 
 SLICE = 4096
 SHAPES = [(3, 2), (0, 4), (700,), (1,), (50, 40), (5,)]
@@ -117,7 +117,7 @@ def test_one_kernel_and_one_way_there_and_back_for_each_bucket(world, cupy):
 
 
 def test_messages_of_device_memory_do_not_come_to_the_host(world, cupy, monkeypatch):
-    monkeypatch.setattr(OnDevices, "goes_to_mpi", lambda self, algorithm: True)
+    monkeypatch.setattr(DeviceOperations, "goes_to_mpi", lambda self, algorithm: True)
 
     def check(comm):
         like = [cupy.array(np.zeros(n, np.float32)) for n in (3000, 2000)]

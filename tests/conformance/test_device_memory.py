@@ -17,8 +17,8 @@ import fakecupy
 import inprocess
 import oracle
 from collectives.arrays import staging
-from collectives.devices.staged import OnDevices
 from collectives.core.settings import Settings
+from collectives.devices.staged import DeviceOperations
 
 # Bytes of a slice in these tests.
 SLICE = 4096
@@ -37,7 +37,7 @@ def cupy(monkeypatch):
 
 def on(comm, route):
     """The communicator, as it is where MPI does or does not take device memory."""
-    comm.kept(OnDevices).aware = route == "aware"
+    comm.kept(DeviceOperations).aware = route == "aware"
     return comm
 
 

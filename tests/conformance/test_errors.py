@@ -10,7 +10,7 @@ import pytest
 import collectives as cc
 import listed
 from collectives.core.settings import Settings
-from collectives.transport.transport import named
+from collectives.transport.transport import describe_ranks
 from conftest import UNDER_MPI
 
 seen: set[str] = set()  # texts of errors, of all ranks
@@ -158,7 +158,7 @@ def test_an_error_of_a_group_names_its_ranks_in_the_world_too(world):
                 text = str(raised(lambda one=one: one.allreduce(np.zeros(odd(one, 4, 6)))))
                 assert f"(6,) on {other}" in text
                 usual = [0, *range(2, one.size)]
-                assert f"(4,) on {named(usual, ranks)}" in text
+                assert f"(4,) on {describe_ranks(usual, ranks)}" in text
             again = group.split(0 if group.rank < 2 else None)
             if again is not None and again.rank == 0:
                 error = raised(lambda: again.barrier(timeout=0.2))

@@ -7,8 +7,9 @@ import tempfile
 import numpy as np
 
 import strategies
+from strategies.checkpoint import Saver, checkpoint
+from strategies.session import TrainingSession, hooks, read_metrics
 from strategies.strategy.base.experiment import train_and_evaluate
-from strategies.checkpoint import Saver, checkpoint; from strategies.session import TrainingSession, hooks, read_metrics
 
 
 def folder_of(comm):

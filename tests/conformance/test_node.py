@@ -14,11 +14,11 @@ import pytest
 import collectives as cc
 import inprocess
 import oracle
+from collectives.algorithms.cost_model import RankLayout
 from collectives.core import links, topology
-from collectives.algorithms.cost_model import Layout
+from collectives.core.settings import Settings
 from collectives.kernels import machine_code
 from collectives.node import engine, kernel_selection
-from collectives.core.settings import Settings
 from collectives.tools import explain
 
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
@@ -188,8 +188,8 @@ def test_explain_says_in_which_kind_of_call_arrays_are_reduced(world):
     def check(comm):
         if not comm.node_engine or comm.size > (os.cpu_count() or 1):
             return  # `explain` supposes a core for each rank
-        layout = Layout(comm.size, 1, links.DEFAULT)
-        known = links.Links(links.DEFAULT, ("default",) * 3)
+        layout = RankLayout(comm.size, 1, links.DEFAULT)
+        known = links.MeasuredMachine(links.DEFAULT, ("default",) * 3)
         for nbytes in (8, 8 << 10, (8 << 10) + 8, 256 << 10, (256 << 10) + 8, 1 << 20):
             said = explain.table(explain.Question("allreduce", nbytes), layout, known)
             line = next(row for row in said.splitlines() if row.startswith("Private arrays"))
@@ -199,7 +199,9 @@ def test_explain_says_in_which_kind_of_call_arrays_are_reduced(world):
                 kernel = comm.node_engine.plan_allreduce(x, x, op, 1).kernel
                 kinds = {"one round": "one_shot", "slots": "direct", "chunks": "pipelined"}
                 kind = next(kind for word, kind in kinds.items() if word in words.partition("(")[0])
-                assert kernel is machine_code.function("collectives.node.reduce_kernels", kind), said
+                assert kernel is machine_code.function("collectives.node.reduce_kernels", kind), (
+                    said
+                )
 
     world.run(check)
 

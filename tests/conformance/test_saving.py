@@ -12,8 +12,8 @@ import pytest
 import strategies
 from requirements import installed
 from strategies import errors
-from strategies.input import ShardedInput
 from strategies.checkpoint import Saver
+from strategies.input import ShardedInput
 from strategies.variables.partition import fixed_size
 
 

@@ -12,7 +12,9 @@ import pytest
 import collectives as cc
 import strategies
 from strategies import errors
-from strategies.elastic import Preemption; from strategies.checkpoint import Saver, checkpoint; from strategies.session import TrainingSession, hooks
+from strategies.checkpoint import Saver, checkpoint
+from strategies.elastic import Preemption
+from strategies.session import TrainingSession, hooks
 
 
 def folder_of(comm):

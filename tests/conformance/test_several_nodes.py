@@ -20,12 +20,12 @@ import inprocess
 import moving
 import oracle
 from collectives.algorithms import hierarchical
-from collectives.communicator import Communicator
-from collectives.kernels import int8
-from collectives.node import engine as node
-from collectives.node import segment, control_block
 from collectives.calls import signature_check
+from collectives.communicator import Communicator
 from collectives.core.settings import Settings, Stores
+from collectives.kernels import int8
+from collectives.node import control_block, segment
+from collectives.node import engine as node
 from collectives.transport.transport import Deadline
 
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT, cc.BITWISE_XOR, cc.INTEGER_MEAN]
@@ -460,12 +460,16 @@ def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(mon
 
         def kernel(address):
             block[control_block.DONE_ROUNDS] = next(stands, -1)
-            return control_block.DONE if block[control_block.DONE_ROUNDS] < 0 else control_block.WAITING
+            return (
+                control_block.DONE
+                if block[control_block.DONE_ROUNDS] < 0
+                else control_block.WAITING
+            )
 
         rank_0 = threading.current_thread()
         with monkeypatch.context() as patch:
             patch.setattr(node, "Wait", Wait)
-            assert engine.drive(node.Work(kernel, block, ()), Deadline("allreduce", 20))
+            assert engine.drive(node.KernelCall(kernel, block, ()), Deadline("allreduce", 20))
         return counts
 
     def check(comm):

@@ -18,7 +18,7 @@ import collectives as cc
 import strategies
 from inprocess import run_ranks
 from strategies import errors
-from strategies.checkpoint import Box, Saver, Slice, checkpoint, atomic_io
+from strategies.checkpoint import Box, Saver, Slice, atomic_io, checkpoint
 
 ROWS, COLUMNS = 61, 7
 

@@ -13,12 +13,12 @@ import collectives as cc
 from strategies.accumulators.accumulators import ConditionalAccumulator, shared_accumulator
 from strategies.accumulators.remote import open_accumulation
 from strategies.accumulators.sums import Part
+from strategies.core.sparse import Rows
 from strategies.errors import InvalidArgumentError, OpError, OutOfRangeError, UnavailableError
 from strategies.optimizers import SGD, Momentum
 from strategies.rpc.service import Service
 from strategies.spare_replica import SpareReplicaStrategy
 from strategies.spare_replica.turns import open_rounds
-from strategies.core.sparse import Rows
 
 LIMIT = 20.0
 

@@ -11,9 +11,11 @@ import pytest
 import collectives as cc
 import strategies
 from strategies import errors
-from strategies.input import ShardedInput
-from strategies.checkpoint import Saver; from strategies.elastic import State; from strategies.session import TrainingSession, hooks
+from strategies.checkpoint import Saver
 from strategies.checkpoint.boxes import Slice
+from strategies.elastic import State
+from strategies.input import ShardedInput
+from strategies.session import TrainingSession, hooks
 
 
 def test_everything_comes_back_as_it_was_at_the_last_commit(world):

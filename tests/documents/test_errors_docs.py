@@ -39,7 +39,9 @@ def messages():
 @pytest.mark.parametrize("kind", KINDS)
 def test_every_kind_of_error_has_its_place(kind):
     assert f"\n### {kind.__name__}\n" in PAGE
-    assert collectives.core.errors.page(kind("x")) == f"python -m collectives errors {kind.__name__}"
+    assert (
+        collectives.core.errors.page(kind("x")) == f"python -m collectives errors {kind.__name__}"
+    )
     (entry,) = remedies.found(kind.__name__)
     assert len(entry.text) > 40
 

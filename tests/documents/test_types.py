@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 import programs
-from collectives.communicator import Communicator
 from collectives.calls import overloads
+from collectives.communicator import Communicator
 from launcher import ROOT, run
 from requirements import needs
 from strategies import distributed_optimizer
@@ -272,15 +272,15 @@ def keywords(function) -> set[str]:
 @pytest.mark.parametrize(
     ("function", "options"),
     [
-        (Communicator.allreduce, overloads.Compressing),
-        (Communicator.reduce, overloads.Reducing),
-        (Communicator.reduce_scatter, overloads.Sharing),
-        (Communicator.broadcast, overloads.Waiting),
-        (Communicator.gather, overloads.Waiting),
-        (Communicator.allgather, overloads.Waiting),
-        (Communicator.scatter, overloads.Splitting),
-        (Communicator.alltoall, overloads.Splitting),
-        (distributed_optimizer.DistributedOptimizer, distributed_optimizer.Options),
+        (Communicator.allreduce, overloads.CompressionOptions),
+        (Communicator.reduce, overloads.ReduceOptions),
+        (Communicator.reduce_scatter, overloads.ReduceScatterOptions),
+        (Communicator.broadcast, overloads.CommonOptions),
+        (Communicator.gather, overloads.CommonOptions),
+        (Communicator.allgather, overloads.CommonOptions),
+        (Communicator.scatter, overloads.ScatterOptions),
+        (Communicator.alltoall, overloads.ScatterOptions),
+        (distributed_optimizer.DistributedOptimizer, distributed_optimizer.OptimizerOptions),
     ],
     ids=lambda thing: thing.__name__,
 )

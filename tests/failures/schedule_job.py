@@ -23,9 +23,10 @@ import numpy as np
 
 import collectives as cc
 import strategies
-from collectives.transport import liveness, mpi_messages, ulfm, failure_detector
+from collectives.transport import failure_detector, liveness, mpi_messages, ulfm
 from strategies import training
-from strategies.checkpoint import checkpoint; from strategies.elastic import commit_buffers, elastic_group, elastic_state
+from strategies.checkpoint import checkpoint
+from strategies.elastic import commit_buffers, elastic_group, elastic_state
 
 ROWS = 36
 COMMIT_STEPS, SAVE_STEPS = 2, 4
@@ -46,14 +47,14 @@ POINTS = {
     "form": (ulfm, "form"),
     "agree": (ulfm, "agree"),
     "revoke": (ulfm, "revoke"),
-    "made": (mpi_messages.Endpoint, "__init__"),
+    "made": (mpi_messages.MpiEndpoint, "__init__"),
     "write": (checkpoint, "write_part"),
     "allreduce": (cc.Communicator, "allreduce"),
     "barrier": (cc.Communicator, "barrier"),
     "allgather": (cc.Communicator, "allgather_object"),
     "broadcast": (cc.Communicator, "broadcast"),
     "group": (cc.Communicator, "group"),
-    "stay": (failure_detector.Whereabouts, "stay"),
+    "stay": (failure_detector.FailureDetector, "stay"),
     "end": (liveness, "end_soon"),
 }
 

@@ -118,7 +118,7 @@ def test_the_kernels_scale_as_float32(cupy, half):
     values = np.random.default_rng(5).standard_normal(1000).astype(half)
     source, out = (cupy.asarray(x.view(np.uint16)) for x in (values, np.zeros(1100, half)))
     packed = DeviceBuffer(Device(cupy, out.device), out, half)
-    cuda.Packing()(packed, [(source.data.ptr, 50, 1000)], 0.3)
+    cuda.PackKernel()(packed, [(source.data.ptr, 50, 1000)], 0.3)
     expected = np.zeros(1100, half)
     expected[50:1050] = (values.astype(np.float32) * np.float32(0.3)).astype(half)
     np.testing.assert_array_equal(out.get(), expected.view(np.uint16))

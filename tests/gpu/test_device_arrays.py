@@ -22,7 +22,7 @@ MANY = 1 << 26
 
 
 def borrow(x, out=None):
-    return host_arrays.borrow(x, out, operation="allreduce")
+    return host_arrays.host_view(x, out, operation="allreduce")
 
 
 @pytest.mark.parametrize("dtype", oracle.DTYPES, ids=str)
@@ -36,7 +36,7 @@ def test_a_cupy_array_comes_to_the_host_and_back(cupy, dtype, shape):
         pytest.skip("this CuPy has no bfloat16")
     loan = borrow(x)
     np.testing.assert_array_equal(loan.host, values)
-    result = loan.give_back(np.repeat(loan.host.reshape(-1), 2))
+    result = loan.restore(np.repeat(loan.host.reshape(-1), 2))
     assert isinstance(result, cupy.ndarray)
     assert (result.device, result.dtype) == (x.device, dtype)
     np.testing.assert_array_equal(result.get(), np.repeat(values.reshape(-1), 2))
@@ -76,7 +76,7 @@ def test_a_result_is_complete_when_it_is_given_back(cupy):
     for value in range(5):  # pinned memory is used again from the second time on
         loan = borrow(cupy.zeros(MANY // 4, np.float32))
         loan.target[...] = value
-        result = loan.give_back(loan.target)
+        result = loan.restore(loan.target)
         del loan
         with cupy.cuda.Stream(non_blocking=True):
             assert bool((result == value).all())
@@ -90,7 +90,7 @@ def test_a_cupy_out_is_written_in_place(cupy):
         if loan.target is not None:
             loan.target[...] = result
             result = loan.target
-        assert loan.give_back(result) is out
+        assert loan.restore(result) is out
         assert bool((out == 5).all())
     with pytest.raises(TypeError, match="several of its elements are the same memory"):
         borrow(x, cupy.broadcast_to(cupy.zeros(3, np.float32), (4, 3)))
@@ -121,7 +121,7 @@ def test_a_cuda_tensor_comes_to_the_host_and_back(torch, name):
         loan = borrow(x)
         assert loan.target is loan.host
         assert loan.host.tolist() == x.tolist()
-        result = loan.give_back(loan.target)
+        result = loan.restore(loan.target)
         assert (result.device, result.dtype) == (x.device, kind)
         assert torch.equal(result, x)
 
@@ -130,7 +130,7 @@ def test_results_for_cuda_tensors_have_no_gradient(torch):
     x = torch.ones(3, device="cuda", requires_grad=True)
     loan = borrow(2 * x)
     assert loan.host.tolist() == [2, 2, 2]
-    assert not loan.give_back(loan.target).requires_grad
+    assert not loan.restore(loan.target).requires_grad
 
 
 def test_the_current_stream_of_torch_is_waited_for(torch):
@@ -141,7 +141,7 @@ def test_the_current_stream_of_torch_is_waited_for(torch):
         loan = borrow(x)
         assert (loan.host == 20).all()
         loan.target[...] = 3
-        result = loan.give_back(loan.target)
+        result = loan.restore(loan.target)
         del loan
     torch.cuda.default_stream().synchronize()
     assert bool((result == 3).all())
@@ -151,11 +151,11 @@ def test_a_cuda_tensor_as_out_is_written_in_place(torch):
     parameter = torch.nn.Parameter(torch.zeros(4, 3, device="cuda"))
     for out in (torch.zeros(4, 3, device="cuda"), torch.zeros(3, 4, device="cuda").T, parameter):
         loan = borrow(np.zeros((4, 3), np.float32), out)
-        assert loan.give_back(np.full((4, 3), 7, np.float32)) is out
+        assert loan.restore(np.full((4, 3), 7, np.float32)) is out
         assert bool((out == 7).all())
     loan = borrow(parameter, parameter)
     loan.target[...] = 8
-    assert loan.give_back(loan.target) is parameter
+    assert loan.restore(loan.target) is parameter
     assert bool((parameter == 8).all())
 
 
@@ -164,7 +164,7 @@ def test_a_result_goes_to_the_device_of_its_array(torch):
         pytest.skip("needs two devices")
     x = torch.ones(3, device="cuda:1")
     loan = borrow(x)
-    assert loan.give_back(loan.target).device == x.device
+    assert loan.restore(loan.target).device == x.device
 
 
 @pytest.mark.parametrize("name", ["float32", "bfloat16", "bool"])
@@ -173,7 +173,7 @@ def test_a_jax_array_on_a_device_comes_to_the_host_and_back(jax, name):
     loan = borrow(x)
     assert loan.host.tolist() == x.tolist()
     assert loan.target is None
-    result = loan.give_back(np.array(loan.host))
+    result = loan.restore(np.array(loan.host))
     assert isinstance(result, jax.Array)
     assert result.devices() == x.devices()
     assert result.tolist() == x.tolist()

@@ -11,9 +11,9 @@ import pytest
 import collectives as cc
 import inprocess
 from collectives.arrays import staging
-from collectives.kernels import half_loops
 from collectives.calls.shared_settings import library_takes_device_memory
 from collectives.core.settings import Settings
+from collectives.kernels import half_loops
 from launcher import mpirun
 
 pytestmark = pytest.mark.gpu

@@ -10,9 +10,18 @@ from mpi4py import MPI
 
 import collectives as cc
 import oracle
-from collectives.core import topology
-from collectives.algorithms import double_tree, recursive_doubling, halving_doubling, hierarchical, mpi_native, ring, pairwise, tree
+from collectives.algorithms import (
+    double_tree,
+    halving_doubling,
+    hierarchical,
+    mpi_native,
+    pairwise,
+    recursive_doubling,
+    ring,
+    tree,
+)
 from collectives.arrays import reduction
+from collectives.core import topology
 from collectives.transport.transport import Deadline
 
 comm = cc.init()
@@ -61,7 +70,7 @@ for count in COUNTS:
     for name, allreduce in ALLREDUCES.items():
         for op in (cc.SUM, cc.MEAN, cc.MAX) if count == 1001 else (cc.SUM,):
             buffer = arrays[comm.rank].copy()
-            reduction.prepare(buffer, op, SIZE)
+            reduction.prescale(buffer, op, SIZE)
             allreduce(buffer, op)
             oracle.assert_close(buffer, arrays, op)
             if name != "native":

@@ -39,7 +39,7 @@ CORES = len(os.sched_getaffinity(0))
     ],
 )
 def test_the_variables_decide_and_else_there_is_a_thread_for_each_core(environ, expected):
-    assert oversubscription.threads(environ, 8) == expected
+    assert oversubscription.thread_count(environ, 8) == expected
 
 
 MPI = SimpleNamespace(COMM_TYPE_SHARED=0, IN_PLACE="in place", SUM="sum", BOR="or")
@@ -83,7 +83,7 @@ class Node:
 def test_a_warning_says_how_many_threads_would_fit(ranks, started, cores, remedy, monkeypatch):
     monkeypatch.setitem(sys.modules, "mpi4py", SimpleNamespace(MPI=MPI))
     monkeypatch.setattr(os, "sched_getaffinity", lambda process: set(range(cores)))
-    text = oversubscription.find(Node(ranks, started), {})
+    text = oversubscription.warning_for(Node(ranks, started), {})
     if remedy is None:
         assert text is None
     else:

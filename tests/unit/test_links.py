@@ -10,12 +10,12 @@ import re
 import pytest
 
 import inprocess
+from collectives.calls.shared_settings import negotiate
 from collectives.core import links, settings, tuning_file
-from collectives.core.links import DEFAULT, Link, Machine
-from collectives.calls.shared_settings import settle
+from collectives.core.links import DEFAULT, LinkCost, Machine
 from collectives.core.settings import Settings
 
-NODE = Link(alpha=1e-6, beta=2e-11, gamma=3e-11, letter=5e-7)
+NODE = LinkCost(alpha=1e-6, beta=2e-11, gamma=3e-11, letter=5e-7)
 FACTS = {"ranks": 2}
 
 
@@ -118,8 +118,10 @@ def test_a_file_of_a_version_without_letters_is_read(tmp_path):
     file = tmp_path / "cluster.json"
     tuning_file.write(file, {"node": NODE._replace(letter=math.inf)}, FACTS)
     assert "letter" not in file.read_text()
-    assert tuning_file.read(file)["node"].compiled().alpha == NODE.alpha  # as dear as messages of Python
-    assert tuning_file.facts(file) == FACTS
+    assert (
+        tuning_file.read(file)["node"].compiled().alpha == NODE.alpha
+    )  # as dear as messages of Python
+    assert tuning_file.metadata(file) == FACTS
 
 
 def test_a_write_that_fails_leaves_the_old_file(tmp_path):
@@ -186,7 +188,7 @@ def test_without_a_home_there_is_no_file(monkeypatch):
     monkeypatch.delenv("HOME", raising=False)
     monkeypatch.setattr(os, "getuid", lambda: 2**31 - 5)  # which no password file knows
     assert tuning_file.path(Settings(), {}) is None
-    assert tuning_file.found(Settings(), {}) == links.defaults()
+    assert tuning_file.load_links(Settings(), {}) == links.defaults()
     assert tuning_file.path(Settings(tuned="/x/y.json"), {}) is not None
 
 
@@ -198,39 +200,39 @@ def test_a_usual_place_out_of_reach_is_an_absent_one(monkeypatch, tmp_path):
     tuning_file.write(tuning_file.path(Settings(), environ), {"network": NODE}, FACTS)
     with monkeypatch.context() as patch:
         patch.setattr(os, "stat", stat)  # root may look everywhere
-        assert tuning_file.found(Settings(), environ) == links.defaults()
-    assert tuning_file.found(Settings(), environ) != links.defaults()
+        assert tuning_file.load_links(Settings(), environ) == links.defaults()
+    assert tuning_file.load_links(Settings(), environ) != links.defaults()
 
 
 def test_any_path_may_be_named(tmp_path):
     file = tmp_path / "{job}" / "{0}" / "x}{.json"
     tuning_file.write(file, {"node": NODE}, FACTS)
-    assert tuning_file.found(Settings(tuned=str(file))).sources[1] == str(file)
+    assert tuning_file.load_links(Settings(tuned=str(file))).sources[1] == str(file)
 
 
 def test_settings_go_before_the_file_and_the_file_before_the_defaults(tmp_path):
     file = tmp_path / "cluster.json"
     tuning_file.write(file, {"node": NODE}, FACTS)
     chosen = Settings(tuned=str(file), node_link={"beta": 7e-11}, network_link={})
-    machine, sources = tuning_file.found(chosen)
+    machine, sources = tuning_file.load_links(chosen)
     assert machine == Machine(DEFAULT.shared, NODE._replace(beta=7e-11), DEFAULT.network)
     assert sources == ("default", f"UNISONO_NODE_LINK (beta), else {file}", "default")
     whole = Settings(tuned="off", network_link=NODE._asdict())
-    machine, sources = tuning_file.found(whole)
+    machine, sources = tuning_file.load_links(whole)
     assert machine == DEFAULT._replace(network=NODE)
     assert sources == ("default", "default", "UNISONO_NETWORK_LINK")
 
 
 def test_the_usual_file_need_not_exist_but_one_that_is_named_must(tmp_path):
     environ = {"XDG_CONFIG_HOME": str(tmp_path), "SLURM_CLUSTER_NAME": "here"}
-    assert tuning_file.found(Settings(), environ) == links.defaults()
+    assert tuning_file.load_links(Settings(), environ) == links.defaults()
     tuning_file.write(tmp_path / "unisono" / "here.json", {"network": NODE}, FACTS)
-    assert tuning_file.found(Settings(), environ).machine == DEFAULT._replace(network=NODE)
+    assert tuning_file.load_links(Settings(), environ).machine == DEFAULT._replace(network=NODE)
     missing = tmp_path / "missing.json"
     with pytest.raises(ValueError, match=re.escape(f"tuned: cannot read {missing}: No such file")):
-        tuning_file.found(Settings(tuned=str(missing)), environ)
+        tuning_file.load_links(Settings(tuned=str(missing)), environ)
     with pytest.raises(ValueError, match="tuned: cannot read .*: Is a directory"):
-        tuning_file.found(Settings(tuned=str(tmp_path)), environ)
+        tuning_file.load_links(Settings(tuned=str(tmp_path)), environ)
 
 
 @pytest.mark.parametrize("mode", inprocess.MODES)
@@ -246,7 +248,7 @@ def test_all_ranks_take_what_rank_0_finds(tmp_path, size, mode):
             network_link={"alpha": 1e-6 * (comm.rank + 1)},
             timeout=20,
         )
-        return settle(own, comm.transport).links
+        return negotiate(own, comm.transport).links
 
     found = inprocess.run_ranks(size, check, mode)
     network = DEFAULT.network._replace(alpha=1e-6)
@@ -262,7 +264,7 @@ def test_a_damaged_file_is_the_same_error_on_every_rank(tmp_path):
         with pytest.raises(
             ValueError, match="is not what `python -m collectives tune` writes"
         ) as e:
-            settle(Settings(tuned=str(file), timeout=20), comm.transport)
+            negotiate(Settings(tuned=str(file), timeout=20), comm.transport)
         comm.barrier()  # nothing is left under way
         return str(e.value)
 
@@ -277,7 +279,7 @@ def test_whatever_rank_0_meets_is_an_error_on_every_rank(monkeypatch):
 
     def check(comm):
         with pytest.raises(ValueError, match="^tuned: MemoryError: no more$"):
-            settle(Settings(timeout=20), comm.transport)
+            negotiate(Settings(timeout=20), comm.transport)
         comm.barrier()  # nothing is left under way
 
     monkeypatch.setattr(tuning_file, "found", found)
@@ -285,7 +287,7 @@ def test_whatever_rank_0_meets_is_an_error_on_every_rank(monkeypatch):
 
 
 def test_a_table_of_links_says_where_they_come_from():
-    known = links.overridden(links.defaults(), {"network": {"alpha": 5e-6}}, "UNISONO_{}_LINK")
+    known = links.with_overrides(links.defaults(), {"network": {"alpha": 5e-6}}, "UNISONO_{}_LINK")
     rows = links.table(known).splitlines()
     assert [row.split()[0] for row in rows] == ["link", *Machine._fields]
     assert re.fullmatch(r"network +5\.00 +5\.00 +8\.5000 +0\.0330  UNISONO_NETWORK_LINK \(alpha\), "

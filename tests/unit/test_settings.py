@@ -75,12 +75,14 @@ def test_a_value_that_cannot_be_used_is_named(variable, value, expected):
     ],
 )
 def test_a_variable_that_nothing_reads_is_named_with_the_nearest_that_is(name, meant):
-    (text,) = settings.slips({name: "1", "UNISONO_CHECK": "off", "UNISON": "", "PATH": "/bin"})
+    (text,) = settings.unknown_variables(
+        {name: "1", "UNISONO_CHECK": "off", "UNISON": "", "PATH": "/bin"}
+    )
     assert text == f"settings: {name} is not read, expected {meant}"
 
 
 def test_a_variable_that_is_near_to_none_is_told_all_of_them():
-    (text,) = settings.slips({"UNISONO_XYZZY": "1"})
+    (text,) = settings.unknown_variables({"UNISONO_XYZZY": "1"})
     assert all(variable in text for variable in settings.VARIABLES)
 
 
@@ -90,4 +92,4 @@ def test_variables_of_batch_scripts_and_tests_are_no_slips():
     texts = [file.read_text() for file in files if file.is_file() and file.name not in slips]
     named = {name for text in texts for name in re.findall(r"UNISONO_[A-Z_]*[A-Z]", text)}
     assert {"UNISONO_REQUIRE", "UNISONO_PROGRAM", "UNISONO_CLUSTER"} <= named
-    assert settings.slips(dict.fromkeys(named, "1")) == []
+    assert settings.unknown_variables(dict.fromkeys(named, "1")) == []

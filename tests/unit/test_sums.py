@@ -7,8 +7,8 @@ import numpy as np
 import pytest
 
 from requirements import installed
-from strategies.core import gradient_sums
 from strategies.averaging.passes import Passes
+from strategies.core import gradient_sums
 from strategies.core.sparse import Rows, fitted
 
 BF16 = ml_dtypes.bfloat16

@@ -19,6 +19,7 @@ from strategies.accumulators.accumulators import (
 )
 from strategies.accumulators.engine import Take
 from strategies.accumulators.sums import Sum
+from strategies.core.sparse import Rows
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -26,7 +27,6 @@ from strategies.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from strategies.core.sparse import Rows
 
 LIMIT = 20.0
 

@@ -8,9 +8,17 @@ import pytest
 import collectives as cc
 import inprocess
 import oracle
-from collectives.core import topology
-from collectives.algorithms import double_tree, recursive_doubling, halving_doubling, hierarchical, ring, pairwise, tree
+from collectives.algorithms import (
+    double_tree,
+    halving_doubling,
+    hierarchical,
+    pairwise,
+    recursive_doubling,
+    ring,
+    tree,
+)
 from collectives.arrays import reduction
+from collectives.core import topology
 from collectives.transport.transport import Deadline, Transport
 
 SIZES = [1, 2, 3, 4, 5, 6, 7, 8, 13]
@@ -39,7 +47,7 @@ def on_ranks(size, function, mode="synchronous"):
 def prepared(rank, count, op, size, dtype=np.float32):
     """What a rank contributes to a reduction."""
     buffer = oracle.data(rank, (count,), np.dtype(dtype))
-    reduction.prepare(buffer, op, size)
+    reduction.prescale(buffer, op, size)
     return buffer
 
 

@@ -11,9 +11,10 @@ import pytest
 import collectives as cc
 import inprocess
 import launcher
-from collectives.kernels import compression; from collectives.core import topology
 from collectives.algorithms import compressed
 from collectives.arrays import reduction
+from collectives.core import topology
+from collectives.kernels import compression
 from collectives.kernels.compression import BF16, FP16, INT8, NONE
 from collectives.kernels.int8 import BLOCK
 from collectives.transport.transport import Deadline
@@ -114,7 +115,7 @@ def test_packing_leaves_the_source_alone_and_takes_read_only_memory():
 
 @pytest.mark.parametrize("size", [*range(1, 10), 32, 33])
 def test_in_every_step_each_rank_sends_to_one_and_receives_from_one(size):
-    everyones = [list(compressed.exchanges(rank, size, 2)) for rank in range(size)]
+    everyones = [list(compressed.schedule(rank, size, 2)) for rank in range(size)]
     assert {len(own) for own in everyones} == {2 * (size - 1)}
     for step in zip(*everyones, strict=True):
         assert sorted(exchange.dest for exchange in step) == list(range(size))
@@ -294,10 +295,10 @@ def test_importing_loads_no_compiler():
 def test_all_ops_are_known_to_the_loops():
     from collectives.kernels import combine, float16
 
-    straight = set(reduction.Op) - {*reduction.BY_WAY, *reduction.LOCATING}
+    straight = set(reduction.Op) - {*reduction.LOWERED, *reduction.LOCATING}
     functions = {rule.function for op, rule in reduction.RULES.items() if op in straight}
     assert {*combine.FUNCTIONS, *combine.BITWISE} == functions
-    assert set(reduction.RULES) == straight | set(reduction.BY_WAY)
+    assert set(reduction.RULES) == straight | set(reduction.LOWERED)
     assert {FP16.dtype, BF16.dtype} == set(HALVES)
     assert set(float16.CONVERSIONS) == {half.name for half in HALVES}
     assert compression.NONE.dtype is None

@@ -8,13 +8,13 @@ from dataclasses import replace
 import pytest
 
 from collectives.algorithms import selection
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.cost_model import RankLayout
 from collectives.algorithms.selection import estimate
-from collectives.core.links import DEFAULT, Link, Machine
+from collectives.core.links import DEFAULT, LinkCost, Machine
 
 KIB, MIB = 1 << 10, 1 << 20
-LAYOUTS = [Layout(1), Layout(2), Layout(5), Layout(8), Layout(4, 4), Layout(8, 4), Layout(7, 3),
-          Layout(64, 8), Layout(1024, 128)]  # fmt: skip
+LAYOUTS = [RankLayout(1), RankLayout(2), RankLayout(5), RankLayout(8), RankLayout(4, 4), RankLayout(8, 4), RankLayout(7, 3),
+          RankLayout(64, 8), RankLayout(1024, 128)]  # fmt: skip
 ROWS = [
     (operation, name)
     for operation, ways in selection.ALGORITHMS.items()
@@ -59,7 +59,7 @@ def test_the_fastest_grows_with_the_bytes(operation, layout):
 @pytest.mark.parametrize("nbytes", [8, 8 * KIB, 64 * MIB])
 def test_time_grows_with_the_ranks(operation, name, nbytes):
     # Twice as many: between powers of two a halving needs more rounds than at the next one.
-    layouts = [Layout(2**k, 1 if name == "node" else 2**k) for k in range(1, 9)]
+    layouts = [RankLayout(2**k, 1 if name == "node" else 2**k) for k in range(1, 9)]
     times = [estimate(operation, nbytes, layout)[name] for layout in layouts]
     for fewer, more in itertools.pairwise(times):
         assert fewer <= more * (1 + 1e-12)
@@ -67,7 +67,7 @@ def test_time_grows_with_the_ranks(operation, name, nbytes):
 
 @pytest.mark.parametrize("ranks", [3, 4, 8, 64])
 def test_small_arrays_go_in_few_rounds_and_large_ones_around_the_ring(ranks):
-    layout = Layout(ranks, ranks)
+    layout = RankLayout(ranks, ranks)
     small = estimate("allreduce", 8, layout)
     assert small["doubling"] <= min(small["ring"], small["halving"])
     large = estimate("allreduce", 64 * MIB, layout)
@@ -76,7 +76,9 @@ def test_small_arrays_go_in_few_rounds_and_large_ones_around_the_ring(ranks):
 
 
 @pytest.mark.parametrize("nbytes", [64, 64 * KIB, MIB, 16 * MIB])
-@pytest.mark.parametrize("layout", [Layout(8, 4), Layout(64, 8), Layout(256, 32)], ids=str)
+@pytest.mark.parametrize(
+    "layout", [RankLayout(8, 4), RankLayout(64, 8), RankLayout(256, 32)], ids=str
+)
 def test_several_nodes_of_several_ranks_go_by_hierarchy(layout, nbytes):
     times = estimate("allreduce", nbytes, layout)
     assert next(iter(times)) == "hierarchical"
@@ -86,21 +88,21 @@ def test_several_nodes_of_several_ranks_go_by_hierarchy(layout, nbytes):
 def test_the_node_engine_beats_messages_inside_a_node():
     for ranks in (2, 4, 16):
         for nbytes in (8, KIB, 64 * KIB, MIB, 64 * MIB):
-            assert next(iter(estimate("allreduce", nbytes, Layout(ranks)))) == "node"
+            assert next(iter(estimate("allreduce", nbytes, RankLayout(ranks)))) == "node"
 
 
 def test_trees_and_exchanges_stay_on_a_node_as_long_as_they_can():
-    far = Machine(Link(0.0, 0.0, 0.0), Link(0.0, 0.0, 0.0), Link(1.0, 0.0, 0.0))
+    far = Machine(LinkCost(0.0, 0.0, 0.0), LinkCost(0.0, 0.0, 0.0), LinkCost(1.0, 0.0, 0.0))
     levels = {(8, 2): 1, (8, 4): 2, (8, 8): 3, (6, 2): 2, (12, 3): 1, (8, 1): 0}
     for (size, nodes), number in levels.items():
-        assert estimate("reduce", 8, Layout(size, nodes, far))["tree"] == number
-    assert estimate("allreduce", 8, Layout(8, 2, far))["doubling"] == 1
+        assert estimate("reduce", 8, RankLayout(size, nodes, far))["tree"] == number
+    assert estimate("allreduce", 8, RankLayout(8, 2, far))["doubling"] == 1
 
 
 def test_an_alltoall_shares_the_link_of_a_node():
-    bytes_alone = Link(0.0, 1.0, 0.0)
-    free = Link(0.0, 0.0, 0.0)
-    for layout in (Layout(4, 4), Layout(8, 4), Layout(64, 8)):
+    bytes_alone = LinkCost(0.0, 1.0, 0.0)
+    free = LinkCost(0.0, 0.0, 0.0)
+    for layout in (RankLayout(4, 4), RankLayout(8, 4), RankLayout(64, 8)):
         machine = Machine(free, free, bytes_alone)
         times = estimate("alltoall", MIB, replace(layout, machine=machine))
         away = MIB * (layout.size - layout.per_node) / layout.size  # of what a rank sends
@@ -111,24 +113,24 @@ def test_no_algorithm_beats_the_line():
     for nodes in (2, 4, 8):
         line = 2 * (nodes - 1) / nodes * 16 * MIB * DEFAULT.network.beta
         for ranks in (nodes, 2 * nodes, 4 * nodes):
-            times = estimate("allreduce", 16 * MIB, Layout(ranks, nodes))
+            times = estimate("allreduce", 16 * MIB, RankLayout(ranks, nodes))
             assert min(times.values()) >= line
 
 
 def test_without_cost_of_bytes_only_messages_count():
-    free = Link(1.0, 0.0, 0.0)
-    times = estimate("allreduce", MIB // 2, Layout(8, 8, Machine(free, free, free)))
+    free = LinkCost(1.0, 0.0, 0.0)
+    times = estimate("allreduce", MIB // 2, RankLayout(8, 8, Machine(free, free, free)))
     assert times["ring"] == 14
     assert times["halving"] == pytest.approx(2 * (2 + 2 + 1))  # runs of chunks wrap around
     assert times["tree"] == 3 + 3 + 7  # up; down as a scatter, then around the ring
-    few = estimate("allreduce", 8, Layout(8, 8, Machine(free, free, free)))
+    few = estimate("allreduce", 8, RankLayout(8, 8, Machine(free, free, free)))
     assert few["doubling"] == 3
     assert few["tree"] == 6
 
 
 def test_without_cost_of_messages_only_bytes_count():
-    link = Link(0.0, 1.0, 0.0)
-    times = estimate("allreduce", 80, Layout(4, 4, Machine(link, link, link)))
+    link = LinkCost(0.0, 1.0, 0.0)
+    times = estimate("allreduce", 80, RankLayout(4, 4, Machine(link, link, link)))
     assert times["ring"] == 2 * 80 * 3 / 4
     assert times["tree"] == (2 + 3) * 80  # the root sends to two children at once
     assert times["doubling"] == 2 * 80
@@ -139,14 +141,14 @@ def test_without_cost_of_messages_only_bytes_count():
     ("layout", "nbytes", "name", "milliseconds"),
     [
         # Between network namespaces with links of 1 Gbit/s.
-        (Layout(4, 4), MIB, "ring", 13.4),
-        (Layout(4, 4), MIB, "halving", 14.3),
-        (Layout(4, 4), 4 * MIB, "ring", 54),
-        (Layout(4, 4), 4 * MIB, "halving", 61),
+        (RankLayout(4, 4), MIB, "ring", 13.4),
+        (RankLayout(4, 4), MIB, "halving", 14.3),
+        (RankLayout(4, 4), 4 * MIB, "ring", 54),
+        (RankLayout(4, 4), 4 * MIB, "halving", 61),
         # Two ranks on two cores.
-        (Layout(2), 8, "node", 0.00032),
-        (Layout(2), 64 * KIB, "node", 0.0033),
-        (Layout(2), 16 * MIB, "node", 0.95),
+        (RankLayout(2), 8, "node", 0.00032),
+        (RankLayout(2), 64 * KIB, "node", 0.0033),
+        (RankLayout(2), 16 * MIB, "node", 0.95),
     ],
 )
 def test_defaults_are_near_to_what_was_measured(layout, nbytes, name, milliseconds):
@@ -156,8 +158,8 @@ def test_defaults_are_near_to_what_was_measured(layout, nbytes, name, millisecon
 
 def test_wrong_questions_are_refused():
     with pytest.raises(ValueError, match="1 <= nodes <= ranks, got 3 nodes, 2 ranks"):
-        Layout(2, 3)
+        RankLayout(2, 3)
     with pytest.raises(ValueError, match="no such operation"):
-        estimate("allgatherv", 8, Layout(2))
+        estimate("allgatherv", 8, RankLayout(2))
     with pytest.raises(ValueError, match="bytes >= 0, got -1"):
-        estimate("allreduce", -1, Layout(2))
+        estimate("allreduce", -1, RankLayout(2))

@@ -14,13 +14,13 @@ import pytest
 
 import oracle
 from collectives.algorithms import hierarchical
-from collectives.algorithms.eager import HEAD_BYTES, Letters
+from collectives.algorithms.eager import HEAD_BYTES, EagerExchange
 from collectives.arrays import reduction
 from collectives.arrays.reduction import MAX, MEAN, SUM
+from collectives.calls.signature_check import MAX_PAYLOAD_BYTES
 from collectives.core.errors import CollectiveTimeout
-from collectives.calls.signature_check import CARRIED_BYTES
-from collectives.transport.transport import InC
-from collectives.transport.backoff import Deadline, Ranks
+from collectives.transport.backoff import Deadline, RankSet
+from collectives.transport.transport import NativeMpi
 
 INT, WORD = ctypes.c_int, ctypes.c_int64
 START = ctypes.CFUNCTYPE(INT, WORD, INT, WORD, INT, INT, WORD, WORD)
@@ -41,7 +41,7 @@ class Network:
         self.lock = threading.Lock()
 
 
-class CTransport(Ranks):
+class CTransport(RankSet):
     """What letters need of a transport."""
 
     def __init__(self, network, rank, size):
@@ -52,7 +52,7 @@ class CTransport(Ranks):
         self.kept = []
         self.functions = START(self._isend), START(self._irecv), TEST(self._test)
         addresses = (ctypes.cast(f, ctypes.c_void_p).value for f in self.functions)
-        self.in_c = InC(*addresses, COMM % 2**64, BYTE, TAG)
+        self.in_c = NativeMpi(*addresses, COMM % 2**64, BYTE, TAG)
 
     @property
     def whole(self):
@@ -117,7 +117,7 @@ def run(size, call, network=None):
 
     def body(rank):
         transport = CTransport(network, rank, size)
-        return call(Letters(transport, CARRIED_BYTES), transport)
+        return call(EagerExchange(transport, MAX_PAYLOAD_BYTES), transport)
 
     with ThreadPoolExecutor(size) as pool:
         results = list(pool.map(body, range(size)))
@@ -136,8 +136,8 @@ def test_a_part_of_the_ranks_exchanges_letters_under_the_numbers_of_the_whole():
         part = hierarchical.levels(transport, (0, 0, 2, 2)).network
         if transport.rank % 2:  # of each node the first one speaks
             return None
-        letters = Letters(part, CARRIED_BYTES)
-        return letters.carry((7, ~7), np.array([part.number(part.rank)]), SUM, deadline())
+        letters = EagerExchange(part, MAX_PAYLOAD_BYTES)
+        return letters.reduce((7, ~7), np.array([part.parent_rank(part.rank)]), SUM, deadline())
 
     zero, one, two, three = run(4, call, network)
     assert (zero.tolist(), one, two.tolist(), three) == ([2], None, [2], None)
@@ -157,7 +157,7 @@ def test_what_all_bring_is_combined_and_equal_on_all_ranks(size, op):
         for dtype, n in itertools.product(dtypes, (0, 1, 7, 150)):
             arrays = [(np.arange(n) % 5 + r % 3).astype(dtype) for r in range(size)]
             data = arrays[transport.rank].copy()
-            reduction.prepare(data, op, size)
+            reduction.prescale(data, op, size)
             got = letters.carry((n, ~n), data, op, deadline())
             oracle.assert_close(got, arrays, op)
             results.append(got.tobytes())
@@ -205,14 +205,14 @@ def test_a_wait_for_a_slow_rank_looks_after_the_others_and_goes_on():
 
 def test_a_rank_that_does_not_come_is_named_after_the_limit():
     transport = CTransport(Network(), 0, 2)
-    letters = Letters(transport, CARRIED_BYTES)
+    letters = EagerExchange(transport, MAX_PAYLOAD_BYTES)
     with pytest.raises(CollectiveTimeout, match=r"no answer within 0.3 s.*rank 1 to send 16 bytes"):
-        letters.carry((1, ~1), np.ones(2), SUM, deadline(0.3))
+        letters.reduce((1, ~1), np.ones(2), SUM, deadline(0.3))
     assert transport.kept == [letters]  # where a message may still arrive
 
 
 def test_an_error_of_mpi_is_explained_by_the_transport():
     transport = CTransport(Network(failing=[0]), 0, 2)
-    letters = Letters(transport, CARRIED_BYTES)
+    letters = EagerExchange(transport, MAX_PAYLOAD_BYTES)
     with pytest.raises(RuntimeError, match=f"allreduce: error {FAILURE}"):
-        letters.carry((1, ~1), np.ones(2), SUM, deadline())
+        letters.reduce((1, ~1), np.ones(2), SUM, deadline())

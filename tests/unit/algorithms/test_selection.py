@@ -15,14 +15,14 @@ import pytest
 import collectives as cc
 import inprocess
 from collectives.algorithms import selection
-from collectives.algorithms.cost_model import Layout
-from collectives.core.links import DEFAULT, Link, Links, Machine
+from collectives.algorithms.cost_model import RankLayout
+from collectives.core.links import DEFAULT, LinkCost, Machine, MeasuredMachine
 from collectives.core.settings import Settings
 
 KIB, MIB = 1 << 10, 1 << 20
-LAYOUTS = [Layout(size) for size in (1, 2, 3, 4, 8)]
-LAYOUTS += [Layout(*both) for both in [(2, 2), (4, 4), (5, 2), (8, 4), (64, 8), (1000, 1000)]]
-FAST = DEFAULT._replace(network=Link(alpha=3e-6, beta=8e-11, gamma=3e-11))
+LAYOUTS = [RankLayout(size) for size in (1, 2, 3, 4, 8)]
+LAYOUTS += [RankLayout(*both) for both in [(2, 2), (4, 4), (5, 2), (8, 4), (64, 8), (1000, 1000)]]
+FAST = DEFAULT._replace(network=LinkCost(alpha=3e-6, beta=8e-11, gamma=3e-11))
 
 # On the fast one algorithms change places more often.
 MACHINES = {"default": DEFAULT, "fast network": FAST}
@@ -30,9 +30,9 @@ MACHINES = {"default": DEFAULT, "fast network": FAST}
 # What was measured on 2 cores, in log2 P rounds / in a ring: at the first size the rounds took less
 # time, at the second one no less any more.
 MEASURED = [
-    (Layout(2), 64 * KIB, 128 * KIB),  # 74 / 104 us, 75 / 73 us
-    (Layout(4), 64 * KIB, 256 * KIB),  # 289 / 400 us, 397 / 405 us
-    (Layout(4, 4), 256 * KIB, MIB),  # 1 Gbit/s: 3.3 / 5.0 ms, 14.3 / 13.4 ms
+    (RankLayout(2), 64 * KIB, 128 * KIB),  # 74 / 104 us, 75 / 73 us
+    (RankLayout(4), 64 * KIB, 256 * KIB),  # 289 / 400 us, 397 / 405 us
+    (RankLayout(4, 4), 256 * KIB, MIB),  # 1 Gbit/s: 3.3 / 5.0 ms, 14.3 / 13.4 ms
 ]
 
 
@@ -49,7 +49,7 @@ def test_the_defaults_switch_where_it_was_measured_or_lose_a_quarter(layout, bel
 @pytest.mark.parametrize("nbytes", [4 * KIB, 64 * KIB, MIB, 16 * MIB])
 def test_several_nodes_of_several_ranks_reduce_by_hierarchy(nbytes):
     # 4 machines of 2 ranks at 1 Gbit/s: a flat ring takes 1.5 times as long and more.
-    assert selection.pick("allreduce", nbytes, Layout(8, 4)) == "hierarchical"
+    assert selection.pick("allreduce", nbytes, RankLayout(8, 4)) == "hierarchical"
 
 
 @pytest.mark.parametrize("machine", MACHINES.values(), ids=MACHINES)
@@ -85,16 +85,16 @@ def test_an_operation_with_one_algorithm_has_nothing_to_look_up(layout):
 
 def test_other_links_switch_elsewhere():
     # Messages that cost little let the ring, with its many, win earlier.
-    slow = DEFAULT._replace(network=Link(alpha=5e-2, beta=8.5e-9, gamma=3.3e-11))
+    slow = DEFAULT._replace(network=LinkCost(alpha=5e-2, beta=8.5e-9, gamma=3.3e-11))
     nbytes = [
-        selection.pick("allreduce", 1 << 24, Layout(8, 8, machine)) for machine in (slow, FAST)
+        selection.pick("allreduce", 1 << 24, RankLayout(8, 8, machine)) for machine in (slow, FAST)
     ]
     assert nbytes[0] in ("doubling", "halving", "double_tree")
     assert nbytes[1] == "ring"
 
 
 def test_native_is_only_taken_by_name():
-    layout = Layout(4, 2)
+    layout = RankLayout(4, 2)
     for operation, algorithms in selection.ALGORITHMS.items():
         for nbytes in (0, 8, KIB, MIB, 1 << 33):
             name = selection.pick(operation, nbytes, layout)
@@ -103,16 +103,16 @@ def test_native_is_only_taken_by_name():
 
 
 def test_auto_is_the_node_engine_on_one_node_and_the_model_elsewhere():
-    assert selection.automatic("allreduce", MIB, Layout(4, 1)) == "node"
-    assert selection.automatic("allreduce", MIB, Layout(1, 1)) != "node"
+    assert selection.automatic("allreduce", MIB, RankLayout(4, 1)) == "node"
+    assert selection.automatic("allreduce", MIB, RankLayout(1, 1)) != "node"
     for size, nodes in [(4, 4), (8, 2)]:
-        layout = Layout(size, nodes)
+        layout = RankLayout(size, nodes)
         chosen = selection.pick("allreduce", MIB, layout)
         assert selection.automatic("allreduce", MIB, layout) == chosen
 
 
 def test_a_pick_costs_next_to_nothing():
-    layout = Layout(64, 8)
+    layout = RankLayout(64, 8)
     selection.pick("allreduce", 8, layout)
     seconds = min(
         timeit.repeat(lambda: selection.pick("allreduce", MIB, layout), number=1000, repeat=20)
@@ -122,8 +122,10 @@ def test_a_pick_costs_next_to_nothing():
 
 @pytest.mark.parametrize("leaders", [[0, 1, 2], [0, 0, 2], [0, 1, 0, 1, 4]], ids=str)
 def test_all_ranks_of_all_groups_pick_by_the_links_that_were_agreed_on(leaders):
-    dear = Machine(*(Link(alpha=1.0, beta=1e-12, gamma=1e-12) for _ in range(3)))
-    settings = Settings(timeout=20, links=Links(dear, ("a", "b", "c")), shared_memory=None)
+    dear = Machine(*(LinkCost(alpha=1.0, beta=1e-12, gamma=1e-12) for _ in range(3)))
+    settings = Settings(
+        timeout=20, links=MeasuredMachine(dear, ("a", "b", "c")), shared_memory=None
+    )
     sizes = [4**k for k in range(16)]
 
     def check(comm):
@@ -131,7 +133,7 @@ def test_all_ranks_of_all_groups_pick_by_the_links_that_were_agreed_on(leaders):
             if group is not None:
                 own = [selection.pick("allreduce", nbytes, group.layout) for nbytes in sizes]
                 assert group.allgather_object(own) == [own] * group.size
-                layout = Layout(group.size, group.num_nodes, dear)
+                layout = RankLayout(group.size, group.num_nodes, dear)
                 assert own == [selection.pick("allreduce", nbytes, layout) for nbytes in sizes]
                 assert group.layout.machine == dear
 
@@ -157,7 +159,7 @@ def test_an_operation_goes_the_way_that_is_picked(monkeypatch):
 
     settings = Settings(timeout=20, shared_memory=None)
     inprocess.run_ranks(3, check, settings=settings)
-    picks = [selection.pick("allreduce", nbytes, Layout(3)) for nbytes in (4096, 1 << 22)]
+    picks = [selection.pick("allreduce", nbytes, RankLayout(3)) for nbytes in (4096, 1 << 22)]
     assert picks[0] != picks[1] == "ring"
     assert taken == [picks[0]] * 3 + [picks[1]] * 3
 

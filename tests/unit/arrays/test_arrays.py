@@ -18,7 +18,7 @@ from requirements import installed
 
 
 def borrow(x, out=None):
-    return arrays.borrow(x, out, operation="allreduce")
+    return arrays.host_view(x, out, operation="allreduce")
 
 
 def give(loan, value):
@@ -55,7 +55,7 @@ def test_a_numpy_array_is_lent_as_it_is(dtype):
         assert loan.host is x
         assert loan.target is None
         result = np.ones(2, dtype)
-        assert loan.give_back(result) is result
+        assert loan.restore(result) is result
 
 
 def test_numbers_and_sequences_become_numpy_arrays():
@@ -147,7 +147,7 @@ def test_working_memory_is_the_caller_s_out_where_that_fits():
         assert flat.tolist() == [0, 1, 2, 3, 4, 5]
         assert out is None or not np.shares_memory(flat, out)
         if out is not None:
-            assert arrays.store(flat, out) is out
+            assert arrays.copy_to(flat, out) is out
             np.testing.assert_array_equal(out, x)
 
 
@@ -156,14 +156,14 @@ def test_a_result_that_only_overlaps_where_it_is_wanted_is_stored():
     for start in (0, 1, 5):
         whole[:5] = np.arange(5)
         out = whole[start : start + 5]
-        assert arrays.store(whole[:5], out) is out
+        assert arrays.copy_to(whole[:5], out) is out
         assert out.tolist() == [0, 1, 2, 3, 4]
     square = np.arange(9.0).reshape(3, 3)
     before = square.copy()
-    arrays.store(square.reshape(-1), square.T)
+    arrays.copy_to(square.reshape(-1), square.T)
     np.testing.assert_array_equal(square.T, before)
     bits = np.ones(2, np.int32)
-    arrays.store(bits, bits.view(np.float32))
+    arrays.copy_to(bits, bits.view(np.float32))
     assert bits.view(np.float32).tolist() == [1, 1]
 
 
@@ -227,7 +227,7 @@ def test_a_device_result_is_complete_before_its_pinned_memory_is_used_again(cupy
 
 
 def test_a_device_result_may_have_another_shape(cupy):
-    result = borrow(cupy.array(np.zeros((2, 3)))).give_back(np.ones((5, 3)))
+    result = borrow(cupy.array(np.zeros((2, 3)))).restore(np.ones((5, 3)))
     assert result.shape == (5, 3)
     assert (result.memory == 1).all()
 
@@ -375,7 +375,7 @@ def test_a_tensor_on_the_host_is_shared_and_results_are_tensors(torch, dtype):
         assert loan.host.dtype == dtype
         assert loan.target is None
         assert x.tolist() == values.tolist()
-        result = loan.give_back(np.concatenate([values.reshape(-1)] * 2))
+        result = loan.restore(np.concatenate([values.reshape(-1)] * 2))
         assert (result.dtype, result.device, result.shape) == (kind, x.device, (2 * values.size,))
         assert result.tolist() == values.reshape(-1).tolist() * 2
 
@@ -463,7 +463,7 @@ def test_jax_arrays_are_read_without_a_copy_and_results_are_new_ones(jax, dtype)
         assert loan.host.dtype == x.dtype
         assert x.size == 0 or loan.host.ctypes.data == x.unsafe_buffer_pointer()
         assert loan.target is None
-        result = loan.give_back(np.zeros((2, *shape), loan.host.dtype))
+        result = loan.restore(np.zeros((2, *shape), loan.host.dtype))
         assert isinstance(result, jax.Array)
         assert (result.dtype, result.shape) == (x.dtype, (2, *shape))
         assert result.devices() == x.devices()

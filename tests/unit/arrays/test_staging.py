@@ -35,7 +35,7 @@ def passed(cupy, windows, work=plus_one):
     values = np.arange(COUNT, dtype=np.float32)
     cupy.later(lambda: source.view.memory.__setitem__(slice(None), values))
     copies = staging.CopyStreams(cupy, cupy.device)
-    copies.pass_slices(windows, source, target, work, source)
+    copies.stream_through(windows, source, target, work, source)
     return values, target.view.memory
 
 
@@ -68,7 +68,7 @@ def test_arrays_of_any_length_pass_in_place(cupy, count):
         plus_one(part, number)
 
     copies = staging.CopyStreams(cupy, cupy.device)
-    copies.pass_slices(staging.pinned(cupy, SLICE), array, array, work, array)
+    copies.stream_through(staging.pinned(cupy, SLICE), array, array, work, array)
     np.testing.assert_array_equal(array.view.memory, values + 1)
     assert [n for n, _ in numbers] == list(range(-(-count // 16)))
     assert sum(size for _, size in numbers) == count
@@ -82,7 +82,7 @@ def test_a_window_is_not_filled_while_it_still_goes_back(cupy):
         part[...] = number
 
     copies = staging.CopyStreams(cupy, cupy.device)
-    copies.pass_slices(staging.pinned(cupy, SLICE), None, target, work, target)
+    copies.stream_through(staging.pinned(cupy, SLICE), None, target, work, target)
     np.testing.assert_array_equal(target.view.memory, np.arange(COUNT) // 16)
 
 
@@ -90,7 +90,7 @@ def test_what_only_leaves_the_device_is_seen_in_order(cupy):
     source = buffer_of(cupy, np.arange(COUNT, dtype=np.float32))
     seen = []
     copies = staging.CopyStreams(cupy, cupy.device)
-    copies.pass_slices(
+    copies.stream_through(
         staging.pinned(cupy, SLICE), source, None, lambda part, _: seen.extend(part), source
     )
     assert seen == list(range(COUNT))
@@ -112,7 +112,7 @@ def test_a_failure_leaves_nothing_on_its_way(cupy, monkeypatch):
     copies = staging.CopyStreams(cupy, cupy.device)
     array = buffer_of(cupy, np.zeros(COUNT, np.float32))
     with pytest.raises(ValueError, match="a rank is gone"):
-        copies.pass_slices(staging.pinned(cupy, SLICE), array, array, work, array)
+        copies.stream_through(staging.pinned(cupy, SLICE), array, array, work, array)
     assert [made.queue for made in streams] == [[], []]  # out and back
 
 
@@ -121,7 +121,7 @@ def test_shared_memory_is_pinned_where_that_is_possible(caplog, can):
     cupy = FakeCupy(can_register=can)
     memory = np.zeros(staging.WINDOWS * SLICE, np.uint8)
     with caplog.at_level("INFO"):
-        windows = staging.registered(cupy, memory)
+        windows = staging.pin_existing(cupy, memory)
     assert cupy.registered == ({address(memory): memory.nbytes} if can else {})
     assert ("cannot be pinned" in caplog.text) is not can
     assert [address(part) - address(memory) for part in windows.parts] == [0, SLICE, 2 * SLICE]

@@ -12,7 +12,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from collectives.fusion import bucket_layout
-from collectives.fusion.layouts import Groupings
+from collectives.fusion.layouts import FusionCache
 from launcher import ROOT
 
 DTYPES = [np.dtype(t) for t in ("float32", "float64", "int8")]
@@ -63,13 +63,13 @@ def test_dtypes_that_alternate_fill_buckets_side_by_side():
 def test_places_do_not_overlap_and_neighbours_join(sizes, random):
     order = list(range(len(sizes)))
     random.shuffle(order)
-    starts, total = bucket_layout.places(sizes, order)
+    starts, total = bucket_layout.offsets(sizes, order)
     assert all(start % 64 == 0 for start in starts)
     taken = sorted((starts[i], starts[i] + sizes[i]) for i in order if sizes[i])
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(taken))
     assert all(stop <= total for _, stop in taken)
     some = [i for i in order if random.random() < 0.6]
-    spans = bucket_layout.spans([(starts[i], sizes[i]) for i in some])
+    spans = bucket_layout.merge_adjacent([(starts[i], sizes[i]) for i in some])
     for i in some:
         if sizes[i]:
             assert sum(a <= starts[i] and starts[i] + sizes[i] <= b for a, b in spans) == 1
@@ -88,7 +88,7 @@ def test_places_do_not_overlap_and_neighbours_join(sizes, random):
 def test_stages_hold_each_element_once_in_order(arrays, limit, whole):
     counts = [count for count, _ in arrays]
     dtypes = [dtype for _, dtype in arrays]
-    portions, starts, total = bucket_layout.portions(counts, dtypes, limit, whole)
+    portions, starts, total = bucket_layout.split_by_bytes(counts, dtypes, limit, whole)
     seen = {i: [] for i, count in enumerate(counts) if count}
     spans = sorted((portion.first, portion.first + portion.nbytes) for portion in portions)
     assert all(a[1] <= b[0] for a, b in itertools.pairwise(spans))
@@ -112,13 +112,13 @@ def test_stages_hold_each_element_once_in_order(arrays, limit, whole):
 
 def test_a_short_description_tells_arrays_apart_also_when_it_is_cut():
     many = [("float32", (3, 3))] * 1000
-    a, b = bucket_layout.shortened(many), bucket_layout.shortened([*many[:-1], ("float32", (9,))])
+    a, b = bucket_layout.summary(many), bucket_layout.summary([*many[:-1], ("float32", (9,))])
     assert a[:20] != b[:20]
 
 
 @pytest.mark.parametrize("part", [lambda x: x[:8], lambda x: x.view("f4").reshape(2, -1)[:, ::2]])
 def test_memory_of_results_is_used_again_when_all_of_them_are_gone(part):
-    groupings = Groupings(None)
+    groupings = FusionCache(None)
 
     def address():
         return groupings.results(64).__array_interface__["data"][0]
@@ -135,11 +135,11 @@ def test_memory_of_results_is_used_again_when_all_of_them_are_gone(part):
 
 
 def test_the_layouts_that_were_used_last_are_kept():
-    groupings = Groupings(None)
+    groupings = FusionCache(None)
     for number in range(100):
-        groupings.made((number,), number)
+        groupings.store((number,), number)
         groupings.known.get((1,))  # which is no call yet
-        groupings.made((0,), groupings.known.get((0,)))  # is made all the time
+        groupings.store((0,), groupings.known.get((0,)))  # is made all the time
     known = [number for number in range(100) if groupings.known.get((number,)) is not None]
     assert known == [0, *range(85, 100)]
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import mmap
 import weakref
 
-from collectives.channel.buffer_pool import Buffers
+from collectives.channel.buffer_pool import BufferPool
 
 
 def address(array):
@@ -13,7 +13,7 @@ def address(array):
 
 
 def test_twice_a_model_goes_round():
-    buffers = Buffers()
+    buffers = BufferPool()
     lengths = [100_000] * 9 + [70_001, 90_000]
     places = []
     held = []
@@ -28,7 +28,7 @@ def test_twice_a_model_goes_round():
 
 
 def test_what_somebody_keeps_for_good_is_not_in_the_way():
-    buffers = Buffers()
+    buffers = BufferPool()
     kept = [buffers.take(50_000) for _ in range(20)]
     first = buffers.take(50_000)
     place = address(first)
@@ -41,7 +41,7 @@ def test_what_somebody_keeps_for_good_is_not_in_the_way():
 
 
 def test_what_was_not_used_for_longest_is_let_go():
-    buffers = Buffers()
+    buffers = BufferPool()
     held = [buffers.take(112 << 20) for _ in range(7)]  # never written to
     bases = [weakref.ref(array.base) for array in held]
     held.clear()
@@ -53,7 +53,7 @@ def test_what_was_not_used_for_longest_is_let_go():
 
 
 def test_frames_begin_with_a_page():
-    buffers = Buffers()
+    buffers = BufferPool()
     lengths = [32_769, 100_000, 8 << 20, 64 << 20, (1 << 27) + 1]  # of the last, nothing is kept
     for _ in range(2):  # new ones, and the same again
         taken = [buffers.take(length) for length in lengths]

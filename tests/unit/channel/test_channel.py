@@ -18,7 +18,7 @@ from hypothesis import strategies as st
 import inprocess
 from collectives.channel import buffer_pool, channel
 from collectives.channel.doorbell import Doorbell
-from collectives.channel.frames import read, write
+from collectives.channel.frames import decode, encode
 from collectives.core.errors import CollectiveError, PeerFailure
 
 LIMIT = 20.0
@@ -34,26 +34,26 @@ def frame(length, seed=0):
 @given(st.lists(st.sampled_from([0, 1, 15, 16, 17, 1000, 32768, 32769, 70_000]), max_size=12))
 def test_what_is_written_is_read(lengths):
     frames = [frame(length, i) for i, length in enumerate(lengths)]
-    head, long = write(frames)
+    head, long = encode(frames)
     left = list(long)
-    back = [left.pop(0) if at is None else head[at : at + n] for n, at in read(head, 0)]
+    back = [left.pop(0) if at is None else head[at : at + n] for n, at in decode(head, 0)]
     assert not left
     assert [f.tolist() for f in back] == [f.tolist() for f in frames]
     assert head.size <= 300_000
 
 
 def test_short_frames_can_be_seen_as_arrays():
-    head, long = write([frame(3), np.arange(5.0).view(np.uint8), frame(1)])
+    head, long = encode([frame(3), np.arange(5.0).view(np.uint8), frame(1)])
     assert not long
-    length, at = read(head, 0)[1]
+    length, at = decode(head, 0)[1]
     assert at % 16 == 0
     np.testing.assert_array_equal(head[at : at + length].view(np.float64), np.arange(5.0))
 
 
 def test_only_long_frames_go_alone_and_a_head_stays_short():
-    _, long = write([frame(32768), frame(32769)])
+    _, long = encode([frame(32768), frame(32769)])
     assert [part.size for part in long] == [32769]
-    head, long = write([frame(32768)] * 20)
+    head, long = encode([frame(32768)] * 20)
     assert head.size <= 1 << 18
     assert len(long) >= 12
 
@@ -71,11 +71,11 @@ def test_only_long_frames_go_alone_and_a_head_stays_short():
     ],
 )
 def test_what_is_no_head_is_refused_before_memory_is_taken(damage):
-    head, _ = write([frame(10), frame(20)])
+    head, _ = encode([frame(10), frame(20)])
     tracemalloc.start()
     try:
         with pytest.raises(CollectiveError, match="what rank 7 sent is not a message"):
-            read(damage(head), 7)
+            decode(damage(head), 7)
         assert tracemalloc.get_traced_memory()[1] < 100_000
     finally:
         tracemalloc.stop()
@@ -83,7 +83,7 @@ def test_what_is_no_head_is_refused_before_memory_is_taken(damage):
 
 def test_too_many_frames_are_refused():
     with pytest.raises(ValueError, match="at most 65536 frames"):
-        write([frame(0)] * 65537)
+        encode([frame(0)] * 65537)
 
 
 # Doorbells.

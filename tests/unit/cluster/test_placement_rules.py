@@ -6,9 +6,15 @@ import logging
 
 import pytest
 
+from strategies.cluster.device_setter import (
+    GreedyLoadBalancing,
+    RandomChoice,
+    RoundRobin,
+    byte_size,
+    replica_device_setter,
+)
 from strategies.cluster.placement import Placer, devices_of
 from strategies.cluster.scopes import Placeable, device, requested
-from strategies.cluster.device_setter import GreedyLoadBalancing, RandomChoice, RoundRobin, byte_size, replica_device_setter
 from strategies.errors import InvalidArgumentError
 
 VARIABLE = Placeable("v", "Variable")

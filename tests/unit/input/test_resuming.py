@@ -11,6 +11,7 @@ import pytest
 import collectives as cc
 import strategies
 from inprocess import run_ranks
+from strategies.checkpoint import Saver
 from strategies.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
@@ -19,7 +20,7 @@ from strategies.errors import (
 )
 from strategies.input import ShardedInput, Turns, batch, batch_join, csv_batches, shuffle_batch
 from strategies.input.producers import preload
-from strategies.checkpoint import Saver; from strategies.session import TrainingSession, hooks
+from strategies.session import TrainingSession, hooks
 
 
 @pytest.fixture

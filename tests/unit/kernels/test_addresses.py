@@ -8,7 +8,7 @@ import pytest
 
 from collectives.arrays.host_arrays import address
 from collectives.kernels import buffer_address, machine_code
-from collectives.kernels.buffer_address import in_python, look
+from collectives.kernels.buffer_address import address_reader, in_python
 
 
 class Own(np.ndarray):
@@ -32,14 +32,14 @@ def arrays():
 
 
 def test_this_machine_uses_the_compiled_look():
-    assert look() is not in_python
+    assert address_reader() is not in_python
 
 
 @pytest.mark.parametrize("x", list(arrays()), ids=repr)
 def test_arrays_are_seen_as_python_sees_them(x):
-    assert look().readable(x) == in_python.readable(x)
+    assert address_reader().readable(x) == in_python.readable(x)
     for out in [*arrays(), x, fixed(x.copy()), [1.0] * 6, None, 6, "text"]:
-        assert look().writable(x, out) == in_python.writable(x, out)
+        assert address_reader().writable(x, out) == in_python.writable(x, out)
 
 
 @pytest.mark.parametrize("x", list(arrays()), ids=repr)
@@ -49,7 +49,7 @@ def test_two_arrays_are_bound_where_one_fits_the_other_and_none_is_written_while
         words[:] = 0
         fits = in_python.readable(x) and in_python.writable(x, out)
         expected = bool(fits) and (out is x or not np.shares_memory(x, out))
-        assert bool(look().bind(address(words), x, out)) == expected
+        assert bool(address_reader().bind(address(words), x, out)) == expected
         assert words.tolist() == ([address(x), address(out)] if expected else [0, 0])
 
 
@@ -61,8 +61,8 @@ def test_arrays_that_overlap_are_not_bound(shape):
     x = memory[4:8].reshape(shape)
     for begin in range(9):
         other = memory[begin : begin + 4].reshape(shape)
-        assert bool(look().bind(words, x, other)) == (begin in (0, 8))
-    assert not look().bind(0, x, x)
+        assert bool(address_reader().bind(words, x, other)) == (begin in (0, 8))
+    assert not address_reader().bind(0, x, x)
     assert not in_python.bind(words, x, x)
 
 
@@ -71,4 +71,4 @@ def test_arrays_that_lie_otherwise_in_memory_are_looked_at_by_python(monkeypatch
         return lambda *given: 0
 
     monkeypatch.setattr(machine_code, "function", wrong)
-    assert buffer_address.look.__wrapped__() is in_python
+    assert buffer_address.address_reader.__wrapped__() is in_python

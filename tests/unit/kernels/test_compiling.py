@@ -217,7 +217,7 @@ def test_many_processes_compile_many_variants_at_once(tmp_path):
 
 
 def test_what_cannot_be_compiled_leaves_the_turn_to_others(module, monkeypatch):
-    first, firsts = compile_lock.first, []
+    first, firsts = compile_lock.wait_or_lead, []
 
     @contextlib.contextmanager
     def noted(what):

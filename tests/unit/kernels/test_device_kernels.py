@@ -10,7 +10,7 @@ import ml_dtypes
 import numpy as np
 import pytest
 
-from collectives.kernels import half_loops, cuda
+from collectives.kernels import cuda, half_loops
 from requirements import require
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]

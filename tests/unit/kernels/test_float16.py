@@ -15,8 +15,8 @@ from numba.core.registry import cpu_target
 
 import collectives as cc
 import launcher
-from collectives.kernels import half_loops as packing
 from collectives.kernels import float16
+from collectives.kernels import half_loops as packing
 from pairwise import also
 
 HALF = np.dtype(np.float16)

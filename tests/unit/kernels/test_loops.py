@@ -113,7 +113,7 @@ def test_two_at_once_have_the_bits_of_two_by_steps(dtype, op):
             call(whole.add, result, place(b), count, 2)
             assert result.tobytes() == expected
             result = place(b)
-            call(loops.behind(dtype, op.value), result, place(a), count, 2)
+            call(loops.reversed_loop(dtype, op.value), result, place(a), count, 2)
             assert result.tobytes() == expected
 
 
@@ -153,7 +153,7 @@ def test_every_nan_has_the_bits_of_numpys(dtype, op):
     results["add"][...] = a
     call(whole.add, results["add"], b, count, 2)
     results["behind"][...] = b
-    call(loops.behind(dtype, op.value), results["behind"], a, count, 2)
+    call(loops.reversed_loop(dtype, op.value), results["behind"], a, count, 2)
     for name, result in results.items():
         numbers = parts_of(result)
         found = numbers.view(f"u{numbers.itemsize}")[is_nan]

@@ -14,9 +14,9 @@ import numpy as np
 import pytest
 
 import launcher
-from collectives.core import compile_time
 from collectives.arrays.host_arrays import address
-from collectives.kernels import machine_code, compile_lock
+from collectives.core import compile_time
+from collectives.kernels import compile_lock, machine_code
 
 ROOT = Path(__file__).parents[3]
 
@@ -146,9 +146,9 @@ def test_a_file_is_whole_or_not_there(folder, monkeypatch):
     monkeypatch.syspath_prepend(folder)
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(folder / "kept"))
     monkeypatch.setattr(os, "replace", full)
-    before = compile_time.seconds()
+    before = compile_time.total_seconds()
     assert machine_code.function("made", "times")(7) == 14
-    assert compile_time.seconds() > before  # no limit of a wait counts it
+    assert compile_time.total_seconds() > before  # no limit of a wait counts it
     assert list((folder / "kept" / "unisono").iterdir()) == []
     del sys.modules["made"], sys.modules["numbers_of_made"]
 
@@ -272,33 +272,33 @@ def test_what_is_prepared_is_made_once_where_nothing_can_be_kept(folder):
 
 
 def test_there_are_so_many_places_and_no_more():
-    first, second = (compile_lock.place("somewhere", 2) for _ in range(2))
+    first, second = (compile_lock.claim_slot("somewhere", 2) for _ in range(2))
     assert first is not None
     assert second is not None
     with second:
-        assert compile_lock.place("somewhere", 2) is None
+        assert compile_lock.claim_slot("somewhere", 2) is None
         first.close()
-        again = compile_lock.place("somewhere", 2)
+        again = compile_lock.claim_slot("somewhere", 2)
         assert again is not None
         again.close()
 
 
 def test_nobody_waits_for_longer_than_the_limit():
-    with compile_lock.first("something") as mine:
-        with compile_lock.first("something else") as another:
+    with compile_lock.wait_or_lead("something") as mine:
+        with compile_lock.wait_or_lead("something else") as another:
             assert another
-        with compile_lock.first("something", most_seconds=0) as too_slow:
+        with compile_lock.wait_or_lead("something", most_seconds=0) as too_slow:
             assert not too_slow
         assert mine
-    with compile_lock.first("something") as mine:
+    with compile_lock.wait_or_lead("something") as mine:
         assert mine
 
 
 def test_a_forked_child_that_lives_on_keeps_no_turn_and_no_place():
     here, there = os.pipe()
     is_up, says_so = os.pipe()
-    kept = compile_lock.place("a place for one", 1)
-    with compile_lock.first("something") as mine:
+    kept = compile_lock.claim_slot("a place for one", 1)
+    with compile_lock.wait_or_lead("something") as mine:
         child = os.fork()
         if child == 0:
             os.write(says_so, b"!")
@@ -307,9 +307,9 @@ def test_a_forked_child_that_lives_on_keeps_no_turn_and_no_place():
             os._exit(0)
     assert os.read(is_up, 1) == b"!"
     kept.close()
-    with compile_lock.first("something", most_seconds=0) as again:
+    with compile_lock.wait_or_lead("something", most_seconds=0) as again:
         pass
-    another = compile_lock.place("a place for one", 1)
+    another = compile_lock.claim_slot("a place for one", 1)
     for end in (there, here, is_up, says_so):
         os.close(end)
     assert os.waitstatus_to_exitcode(os.waitpid(child, 0)[1]) == 0
@@ -322,7 +322,7 @@ def test_a_forked_child_that_lives_on_keeps_no_turn_and_no_place():
 def test_code_that_does_not_stand_alone_is_refused(folder, monkeypatch, name):
     monkeypatch.syspath_prepend(folder)
     with pytest.raises(RuntimeError, match=f"{name}: the code does not stand alone"):
-        machine_code.address("made", name)
+        machine_code.load("made", name)
     del sys.modules["made"], sys.modules["numbers_of_made"]
     assert kept(folder) == []
 

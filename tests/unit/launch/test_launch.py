@@ -65,7 +65,7 @@ def test_a_good_launch_is_let_through(environ, world_size):
 
 
 def test_settings_are_given_only_where_the_user_made_none():
-    plain = open_mpi.settings({}, cores=8)
+    plain = open_mpi.recommended_settings({}, cores=8)
     assert set(plain) == {
         "OMPI_MCA_osc",
         "OMPI_MCA_btl",
@@ -73,8 +73,8 @@ def test_settings_are_given_only_where_the_user_made_none():
         "OMPI_MCA_btl_tcp_eager_limit",
     }
     own = dict.fromkeys(plain, "mine")
-    assert open_mpi.settings(own, 8) == {}
-    full = open_mpi.settings({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, cores=8)
+    assert open_mpi.recommended_settings(own, 8) == {}
+    full = open_mpi.recommended_settings({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, cores=8)
     assert full["OMPI_MCA_mpi_yield_when_idle"] == "1"
 
 
@@ -82,14 +82,16 @@ def test_settings_that_come_too_late_for_lines_between_nodes_are_named_on_the_fi
     def warned(rank="0", ranks="4", of_node="2", **own):
         names = ("OMPI_COMM_WORLD_RANK", "OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
         environ = dict(zip(names, (rank, ranks, of_node), strict=True)) | own
-        return open_mpi.too_late(environ, open_mpi.settings(environ, cores=8))
+        return open_mpi.late_settings_warning(
+            environ, open_mpi.recommended_settings(environ, cores=8)
+        )
 
     assert "Call init first, or set OMPI_MCA_btl_tcp_links=2 OMPI_MCA_btl_tcp_eager" in warned()
     assert "links" not in warned(OMPI_MCA_btl_tcp_links="4")
     assert warned(rank="1") is None
     assert warned(of_node="4") is None
     assert warned(OMPI_MCA_btl_tcp_links="4", OMPI_MCA_btl_tcp_eager_limit="1") is None
-    assert open_mpi.too_late({}, open_mpi.settings({}, cores=8)) is None
+    assert open_mpi.late_settings_warning({}, open_mpi.recommended_settings({}, cores=8)) is None
 
 
 def test_a_world_of_one_works_without_a_launcher():

@@ -186,7 +186,10 @@ def test_many_makers_at_once_do_not_disturb_each_other(tmp_path):
     def make():
         try:
             for _ in range(50):
-                with temporary_directories.temporary(str(tmp_path)) as path, open(f"{path}/segment", "w"):
+                with (
+                    temporary_directories.temporary(str(tmp_path)) as path,
+                    open(f"{path}/segment", "w"),
+                ):
                     assert sorted(os.listdir(path)) == ["mark", "segment"]
         except BaseException as error:
             errors.append(error)

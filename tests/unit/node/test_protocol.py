@@ -11,7 +11,14 @@ from itertools import product
 
 import pytest
 
-from collectives.node import store_autotuner, copy_kernels, synchronization, core_probe, reduce_kernels, slot_stores
+from collectives.node import (
+    copy_kernels,
+    core_probe,
+    reduce_kernels,
+    slot_stores,
+    store_autotuner,
+    synchronization,
+)
 from pairwise import also
 from protocol import ARM64, KINDS, OF_TWO, X86_64, Wrong, explore, steps_of
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from collectives.arrays.host_arrays import address
-from collectives.node import result_stores, control_block
+from collectives.node import control_block, result_stores
 
 LARGE, SMALL = 1 << 25, 1 << 20
 TRIALS = result_stores.TRIALS
@@ -96,14 +96,16 @@ def test_nothing_is_compared_where_the_way_is_a_setting(block):
 
 
 @pytest.mark.parametrize("far", [False, True])
-@pytest.mark.parametrize("way", [control_block.PLAIN, control_block.STREAMING, control_block.UNKNOWN])
+@pytest.mark.parametrize(
+    "way", [control_block.PLAIN, control_block.STREAMING, control_block.UNKNOWN]
+)
 def test_either_way_copies_the_bytes_and_none_beside_them(block, way, far):
     source = np.random.default_rng(way).integers(1, 255, 10_000, np.uint8)
     for first in (0, 1, 63):
         for nbytes in (0, 1, 64, 9000):
             dest = np.zeros(10_000, np.uint8)
             block[control_block.RESULTS], block[control_block.TIMED] = way, True
-            result_stores.put_result(block, address(dest) + first, address(source), nbytes, far)
+            result_stores.write_result(block, address(dest) + first, address(source), nbytes, far)
             np.testing.assert_array_equal(dest[first : first + nbytes], source[:nbytes])
             assert not dest[:first].any()
             assert not dest[first + nbytes :].any()

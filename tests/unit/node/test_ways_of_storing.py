@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 from collectives.arrays.host_arrays import address
-from collectives.node import store_autotuner, control_block
+from collectives.node import control_block, store_autotuner
 
 LARGE, SMALL = 1 << 20, 1 << 12
 TRIALS = store_autotuner.TRIALS
@@ -22,7 +22,9 @@ class Rank:
             state = np.zeros(control_block.STATE_WORDS, np.int64)
             state[control_block.NEAR_WAY], state[control_block.FAR_WAY] = PLAIN, STREAMING
         self.state = state
-        self.headers = np.zeros(control_block.HEADER_BYTES // 8, np.int64) if headers is None else headers
+        self.headers = (
+            np.zeros(control_block.HEADER_BYTES // 8, np.int64) if headers is None else headers
+        )
         self.block = np.zeros(control_block.WORDS, np.int64)
         self.block[control_block.STATE] = address(self.state)
         self.block[control_block.HEADERS] = address(self.headers)

@@ -12,7 +12,7 @@ LIMIT = 20
 
 
 def test_the_call_site_is_the_first_frame_outside_of_our_packages():
-    inner = {"origin": call_sites.origin, "__name__": "collectives.somewhere"}
+    inner = {"origin": call_sites.current_origin, "__name__": "collectives.somewhere"}
     exec("def inside():\n return origin()\n", inner)
     outer = {**inner, "__name__": "strategies.somewhere"}
     exec("def outside():\n return inside()\n", outer)
@@ -25,19 +25,21 @@ def test_the_call_site_is_the_first_frame_outside_of_our_packages():
 
 
 def test_a_thread_may_record_for_another_one():
-    origin = call_sites.origin()
+    origin = call_sites.current_origin()
     mine = Recorder("world", 0, 1)
     seen = []
 
     def body():
         with call_sites.calls_from(origin):
             seen.append(mine.begin(1, "barrier").site)
-            with call_sites.calls_from(call_sites.Origin(origin.site, "inner")):
-                seen.append(call_sites.origin().entry)
-                other = threading.Thread(target=lambda: seen.append(call_sites.origin().site))
+            with call_sites.calls_from(call_sites.CallOrigin(origin.site, "inner")):
+                seen.append(call_sites.current_origin().entry)
+                other = threading.Thread(
+                    target=lambda: seen.append(call_sites.current_origin().site)
+                )
                 other.start()
                 other.join(LIMIT)
-            seen.append(call_sites.origin().entry)
+            seen.append(call_sites.current_origin().entry)
         seen.append(mine.begin(2, "barrier").site)
 
     thread = threading.Thread(target=body)

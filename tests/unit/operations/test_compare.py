@@ -9,12 +9,12 @@ import pytest
 
 import collectives as cc
 import inprocess
-from collectives.core import settings
 from collectives.algorithms import selection
-from collectives.algorithms.cost_model import Layout
-from collectives.core.links import DEFAULT, Link
-from collectives.calls import signature_check, signature
-from collectives.calls.shared_settings import settle
+from collectives.algorithms.cost_model import RankLayout
+from collectives.calls import signature, signature_check
+from collectives.calls.shared_settings import negotiate
+from collectives.core import settings
+from collectives.core.links import DEFAULT, LinkCost
 from collectives.core.settings import Settings
 from collectives.transport.transport import Deadline
 
@@ -36,9 +36,7 @@ def mismatch(calls):
 
     def disagree(comm):
         with pytest.raises(cc.MismatchError) as caught:
-            signature.raise_mismatch(
-                comm.transport, calls[comm.rank], Deadline("compare", LIMIT)
-            )
+            signature.raise_mismatch(comm.transport, calls[comm.rank], Deadline("compare", LIMIT))
         texts[comm.rank] = str(caught.value)
 
     inprocess.run_ranks(len(calls), disagree, settings=Settings(shared_memory=None))
@@ -75,17 +73,19 @@ def test_a_mismatch_names_what_of_the_strategies_was_called():
 @pytest.mark.parametrize("megabits", [100, 1000, 100_000])
 @pytest.mark.parametrize("alpha", [1e-5, 1e-4, 1e-3])
 def test_what_travels_with_a_comparison_is_not_faster_after_it(machines, ranks, megabits, alpha):
-    network = Link(alpha, 8e-6 / megabits, 3.3e-11, letter=alpha)
-    layout = Layout(machines * ranks, machines, DEFAULT._replace(network=network))
-    most = signature_check.most(layout)
-    assert signature_check.CARRIED_BYTES <= most <= 64 * KIB
-    assert signature_check.most(replace(layout)) == most
+    network = LinkCost(alpha, 8e-6 / megabits, 3.3e-11, letter=alpha)
+    layout = RankLayout(machines * ranks, machines, DEFAULT._replace(network=network))
+    most = signature_check.max_piggyback_bytes(layout)
+    assert signature_check.MAX_PAYLOAD_BYTES <= most <= 64 * KIB
+    assert signature_check.max_piggyback_bytes(replace(layout)) == most
 
     def together_over_after(nbytes):
         times = selection.estimate("allreduce", nbytes, layout)
-        return signature_check.seconds(nbytes, layout) / (signature_check.seconds(0, layout) + min(times.values()))
+        return signature_check.seconds(nbytes, layout) / (
+            signature_check.seconds(0, layout) + min(times.values())
+        )
 
-    if most > signature_check.CARRIED_BYTES:
+    if most > signature_check.MAX_PAYLOAD_BYTES:
         assert together_over_after(most) <= 1
     if most < 64 * KIB // max(1, ranks - 1):
         assert together_over_after(most + KIB) > 1
@@ -93,8 +93,10 @@ def test_what_travels_with_a_comparison_is_not_faster_after_it(machines, ranks, 
 
 def test_slow_lines_carry_less_with_a_comparison():
     def most(megabits, machines):
-        network = Link(1e-4, 8e-6 / megabits, 3.3e-11, letter=3e-5)
-        return signature_check.most(Layout(machines, machines, DEFAULT._replace(network=network)))
+        network = LinkCost(1e-4, 8e-6 / megabits, 3.3e-11, letter=3e-5)
+        return signature_check.max_piggyback_bytes(
+            RankLayout(machines, machines, DEFAULT._replace(network=network))
+        )
 
     assert most(100, 2) == 64 * KIB  # two ranks send no more bytes than a ring does
     assert most(100, 8) < most(100, 4) < 16 * KIB
@@ -103,8 +105,10 @@ def test_slow_lines_carry_less_with_a_comparison():
 
 def test_what_python_takes_for_a_call_lets_more_travel_with_its_comparison():
     def most(call):
-        network = Link(1e-4, 8e-8, 3.3e-11, letter=3e-5, call=call)
-        return signature_check.most(Layout(8, 8, DEFAULT._replace(network=network)))
+        network = LinkCost(1e-4, 8e-8, 3.3e-11, letter=3e-5, call=call)
+        return signature_check.max_piggyback_bytes(
+            RankLayout(8, 8, DEFAULT._replace(network=network))
+        )
 
     assert most(0.0) < most(3e-4) < most(3e-3)
 
@@ -139,7 +143,7 @@ def test_sample_compares_the_first_calls_and_then_a_few():
     assert sent_messages("sample", 191, by_tree) == 191 + 63 + 2
 
 
-LARGEST_CARRIED = np.ones(signature_check.CARRIED_BYTES // 8)
+LARGEST_CARRIED = np.ones(signature_check.MAX_PAYLOAD_BYTES // 8)
 SMALL = {
     "allreduce": lambda comm: comm.allreduce(LARGEST_CARRIED),
     "reduce": lambda comm: comm.reduce(LARGEST_CARRIED),
@@ -197,7 +201,7 @@ def test_many_ranks_bring_their_rows_after_the_comparison(monkeypatch):
 def test_all_ranks_compare_as_much_as_the_strictest(caplog, levels):
     def ask(comm):
         own = Settings(timeout=10, check=levels[comm.rank])
-        return settle(own, comm.transport).check
+        return negotiate(own, comm.transport).check
 
     strictest = max(levels, key=["off", "sample", "always"].index)
     assert inprocess.run_ranks(3, ask) == [strictest] * 3
@@ -235,7 +239,7 @@ def test_settings_that_must_be_equal_are_compared(field, values, leaders, expect
     def ask(comm):
         own = replace(Settings(timeout=10), **{field: values[comm.rank]})
         try:
-            return getattr(settle(own, comm.transport, leaders), field)
+            return getattr(negotiate(own, comm.transport, leaders), field)
         except cc.LaunchError as error:
             return str(error)
 

@@ -6,7 +6,7 @@ from types import SimpleNamespace
 
 import pytest
 
-from collectives.p2p.progress_engine import Lane
+from collectives.p2p.progress_engine import ProgressEngine
 
 
 class Interrupted:
@@ -24,10 +24,10 @@ class Interrupted:
 
 
 def test_what_a_signal_kept_from_being_handed_over_comes_with_the_next_move(monkeypatch):
-    lane = Lane(SimpleNamespace(transport=None, unusable=None))
+    lane = ProgressEngine(SimpleNamespace(transport=None, unusable=None))
     monkeypatch.setattr(lane, "transport", lambda: SimpleNamespace(collect=lambda: None))
     transfers = [Interrupted(0), Interrupted(1), Interrupted(0)]
-    lane.matching.put_back(transfers)
+    lane.matching.requeue(transfers)
     with pytest.raises(KeyboardInterrupt):
         lane.move()
     assert [transfer.over for transfer in transfers] == [True, False, False]

@@ -7,7 +7,7 @@ import pytest
 
 import collectives as cc
 import inprocess
-from collectives.plans.prepared_calls import MessagePlan, NodePlan
+from collectives.plans.prepared_calls import MessageCall, NodeCall
 from inprocess import world_settings
 
 # Of each, whether it is found again; x is an array of the caller's, changed where it is the result.
@@ -37,7 +37,7 @@ def test_a_plan_that_is_found_gives_what_its_first_call_gave(name, count, shared
                 made = dict(comm.plans)
         assert comm.plans == made  # the first call's, and no other
         (plan,) = made.values()
-        assert type(plan) is (NodePlan if shared and name != "ring" else MessagePlan)
+        assert type(plan) is (NodeCall if shared and name != "ring" else MessageCall)
         assert results == [results[0]] * 3
 
     inprocess.run_ranks(3, check, settings=world_settings(shared))

@@ -16,9 +16,9 @@ import pytest
 
 import inprocess
 from collectives.core.errors import CollectiveError, CollectiveTimeout
-from collectives.tracing import recorder, peer_status
+from collectives.tracing import peer_status, recorder
+from collectives.tracing.peer_status import StatusBoard
 from collectives.tracing.recorder import Recorder, default_directory
-from collectives.tracing.peer_status import Board
 from launcher import run
 
 LIMIT = 20.0
@@ -244,7 +244,7 @@ class TestBoard:
     def ranks(self):
         memory = np.zeros(3 * peer_status.NOTE_BYTES, np.uint8)
         names = [f"rank {rank}" for rank in range(3)]
-        return [(Board(memory, rank, names), Recorder("world", rank, 3)) for rank in range(3)]
+        return [(StatusBoard(memory, rank, names), Recorder("world", rank, 3)) for rank in range(3)]
 
     @staticmethod
     def enter(rank, number, operation):

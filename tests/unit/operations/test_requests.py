@@ -19,7 +19,7 @@ import pytest
 import inprocess
 from collectives import CollectiveError, CollectiveTimeout, MismatchError
 from collectives.operations import nonblocking as carrying_out
-from collectives.operations.nonblocking import Progress, asynchronous
+from collectives.operations.nonblocking import RequestThread, nonblocking_twin
 from collectives.transport.transport import Deadline
 from launcher import run
 
@@ -46,7 +46,7 @@ class Owner:
     def __init__(self):
         self.private = Private()
         self.duplicates = 0
-        self.progress = Progress(self._duplicate)
+        self.progress = RequestThread(self._duplicate)
 
     def kept(self, make):
         return self.progress
@@ -59,7 +59,7 @@ class Owner:
         """Call two functions, one on the result of the other."""
         return then(function())
 
-    work_async = asynchronous(work)
+    work_async = nonblocking_twin(work)
 
 
 @pytest.fixture
@@ -107,7 +107,9 @@ def test_nothing_is_started_before_the_first_request():
 
 def test_the_private_communicator_is_made_once_by_the_calling_thread_and_closed_once(owner):
     makers = []
-    owner.progress = Progress(lambda: makers.append(threading.current_thread()) or owner.private)
+    owner.progress = RequestThread(
+        lambda: makers.append(threading.current_thread()) or owner.private
+    )
     for _ in range(3):
         owner.work_async(lambda: 1).wait(LIMIT)
     owner.progress.close()

@@ -12,10 +12,10 @@ import pytest
 
 import collectives as cc
 import inprocess
-from collectives.tracing import timeline
+from collectives.calls.group import attach_listeners_to_all
 from collectives.core.errors import MismatchError
-from collectives.calls.group import watch_all
 from collectives.operations.timeline_control import compare_clocks
+from collectives.tracing import timeline
 from collectives.tracing.timeline_events import KINDS
 
 TWO_NODES = [0, 0, 2, 2]
@@ -59,7 +59,7 @@ def shown(tmp_path):
             inprocess.run_ranks(size, body, settings=settings, **options)
         finally:
             timeline.stop()
-            watch_all()
+            attach_listeners_to_all()
         events = json.loads(path.read_text())
         threads = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
         calls, parts = defaultdict(list), defaultdict(list)
@@ -221,7 +221,7 @@ def test_a_timeline_may_begin_and_end_between_calls(tmp_path):
             turn.wait()
             if comm.rank == 0:
                 act()
-                watch_all()
+                attach_listeners_to_all()
             turn.wait()
             plan()
             comm.barrier()

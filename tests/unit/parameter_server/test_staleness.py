@@ -5,11 +5,11 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strategies.cluster.scopes import Placeable
 from strategies.cluster.device_setter import GreedyLoadBalancing, RoundRobin, byte_size
+from strategies.cluster.scopes import Placeable
+from strategies.core.sparse import Rows
 from strategies.parameter_server.served_variable import number_of_parts, offsets, parts_of
 from strategies.parameter_server.staleness import Decision, Drop, Ledger, Record, Scale, weight
-from strategies.core.sparse import Rows
 from strategies.variables import partition
 
 

@@ -11,7 +11,7 @@ import pytest
 from calls import until
 
 import elsewhere
-from collectives.channel.channel import Incoming
+from collectives.channel.channel import ReceivedMessage
 from strategies.errors import (
     CancelledError,
     InternalError,
@@ -23,10 +23,10 @@ from strategies.errors import (
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import shared_queue
 from strategies.rpc import message as protocol
-from strategies.rpc.registry import Address, ResourceKind, register
-from strategies.rpc.message_loop import Exchange
-from strategies.rpc.message import Kind
 from strategies.rpc.client import Requests
+from strategies.rpc.message import Kind
+from strategies.rpc.message_loop import Exchange
+from strategies.rpc.registry import Address, ResourceKind, register
 from tapped import silence
 
 LIMIT = 20.0
@@ -158,7 +158,7 @@ class Busy:
 
     def poll(self):
         header = bytearray(protocol.encode(Kind.PONG)[0])
-        return Incoming(1, [np.frombuffer(header, np.uint8)])
+        return ReceivedMessage(1, [np.frombuffer(header, np.uint8)])
 
     def send(self, task, frames):
         pass

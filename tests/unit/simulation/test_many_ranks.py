@@ -19,10 +19,10 @@ from wrong_steps import (
 )
 
 import collectives as cc
-from collectives.core import topology
 from collectives.algorithms import selection
+from collectives.core import topology
 from collectives.simulation import ranks
-from collectives.simulation.cluster import Cluster
+from collectives.simulation.cluster import SimulatedCluster
 from collectives.simulation.transport import EAGER_BYTES
 from collectives.transport.transport import Deadline
 from pairwise import also
@@ -39,7 +39,7 @@ EAGER = {"eager": EAGER_BYTES, "synchronous": -1}
 
 
 def spread(size, per_node):
-    return Cluster(size, -(-size // per_node))
+    return SimulatedCluster(size, -(-size // per_node))
 
 
 # How reductions combine numbers, and of which dtype.

@@ -14,16 +14,16 @@ import pytest
 from wrong_steps import wrong_doubling, wrong_neighbours, wrong_prefix
 
 import collectives as cc
-from collectives.core import topology
 from collectives.algorithms import compressed
-from collectives.kernels.int8 import MOST, NUMBERS
 from collectives.calls import signature_check
-from collectives.calls.signature import digest
 from collectives.calls.group import Group
-from collectives.operations.scan import exscan, scan
+from collectives.calls.signature import hash_of
+from collectives.core import topology
 from collectives.core.settings import Settings
+from collectives.kernels.int8 import MOST, NUMBERS
+from collectives.operations.scan import exscan, scan
 from collectives.simulation import ranks
-from collectives.simulation.cluster import Cluster
+from collectives.simulation.cluster import SimulatedCluster
 from collectives.simulation.transport import EAGER_BYTES
 from collectives.transport.transport import Deadline
 from pairwise import also
@@ -38,7 +38,7 @@ WITHOUT_MEMORY = Settings(shared_memory=None, timeout=60.0)
 
 
 def spread(size, per_node):
-    return Cluster(size, -(-size // per_node))
+    return SimulatedCluster(size, -(-size // per_node))
 
 
 def results(cluster, call, eager):
@@ -133,12 +133,12 @@ def conform_comparison(cluster, *, eager=EAGER_BYTES, count=300):
 
     def call(access):
         group = Group(access.transport, cluster.leaders(), WITHOUT_MEMORY)
-        own = signature_check.Contribution(arrays[group.rank].copy(), cc.SUM)
+        own = signature_check.Piggyback(arrays[group.rank].copy(), cc.SUM)
         alike, other = {"op": "SUM"}, {"op": "MAX"}
-        got = signature_check.agree(group, digest(alike), alike, LIMIT, own)
+        got = signature_check.verify(group, hash_of(alike), alike, LIMIT, own)
         mine = other if group.rank == odd else alike
         with pytest.raises(cc.MismatchError, match=f"op is .*MAX on rank {odd};"):
-            signature_check.agree(group, digest(mine), mine, LIMIT, own)
+            signature_check.verify(group, hash_of(mine), mine, LIMIT, own)
         return got
 
     for rank, got in enumerate(results(cluster, call, eager)):
@@ -152,7 +152,9 @@ def conform_comparison(cluster, *, eager=EAGER_BYTES, count=300):
 def test_a_comparison_finds_the_odd_one_and_carries_a_sum(
     size, per_node, speakers, count, mode, monkeypatch
 ):
-    monkeypatch.setattr(signature_check, "MOST_SPEAKERS", speakers)  # 1: as with many ranks on a node
+    monkeypatch.setattr(
+        signature_check, "MOST_SPEAKERS", speakers
+    )  # 1: as with many ranks on a node
     conform_comparison(spread(size, per_node), eager=EAGER[mode], count=count)
 
 
@@ -173,6 +175,6 @@ def test_a_wrong_step_beyond_16_ranks_is_caught(case, monkeypatch):
     monkeypatch.setattr(topology, schedule, mutate(getattr(topology, schedule)))
     per_node = 2 if case == "of nodes" else 1
     monkeypatch.setattr(signature_check, "MOST_SPEAKERS", 1)  # of a node of two one rank speaks
-    conform(Cluster(16 * per_node, 16))  # where it does no harm
+    conform(SimulatedCluster(16 * per_node, 16))  # where it does no harm
     with pytest.raises((AssertionError, cc.CollectiveError)):
-        conform(Cluster(20 * per_node, 20))
+        conform(SimulatedCluster(20 * per_node, 20))

@@ -9,18 +9,20 @@ import pytest
 
 import collectives as cc
 import inprocess
-from collectives.core import links, topology
 from collectives.algorithms import ring, selection
-from collectives.core.links import Link, Machine
 from collectives.calls import signature_check
+from collectives.core import links, topology
+from collectives.core.links import LinkCost, Machine
 from collectives.simulation import calls, ranks
 from collectives.simulation.clock import Stopped
-from collectives.simulation.cluster import POLLING, YIELDING, Cluster
-from collectives.simulation.cpu_scheduler import Waiting
+from collectives.simulation.cluster import POLLING, YIELDING, SimulatedCluster
+from collectives.simulation.cpu_scheduler import WaitingRank
 from collectives.transport.transport import Deadline
 
 # 1 us and 1 ns per byte in a node, 4 us and 10 ns between, 0.1 ns to combine a byte.
-MACHINE = Machine(Link(1e-7, 1e-11, 1e-11), Link(1e-6, 1e-9, 1e-10), Link(4e-6, 1e-8, 1e-10))
+MACHINE = Machine(
+    LinkCost(1e-7, 1e-11, 1e-11), LinkCost(1e-6, 1e-9, 1e-10), LinkCost(4e-6, 1e-8, 1e-10)
+)
 LIMIT = Deadline("test", 60.0)
 
 # Of ranks that run: with the same links, since what goes between nodes in which order follows them.
@@ -32,7 +34,7 @@ SETTINGS = dataclasses.replace(
 def run(size, nodes, function, **how):
     """The results of `function(transport)`, and the seconds of every rank."""
     eager = how.pop("eager", 1 << 20)
-    cluster = Cluster(size, nodes, MACHINE, **how)
+    cluster = SimulatedCluster(size, nodes, MACHINE, **how)
     ended = ranks.run(cluster, lambda a: function(a.transport), payload=True, eager=eager)
     error = ranks.first_error(ended)
     if error is not None:
@@ -130,7 +132,7 @@ def test_nodes_below_a_switch_share_its_line_up():
 
 @pytest.mark.parametrize("size", [2, 5, 16])
 def test_a_ring_takes_what_its_closed_form_says(size):
-    cluster = Cluster(size, size, MACHINE)
+    cluster = SimulatedCluster(size, size, MACHINE)
     nbytes = 4 * 1000 * size
     simulated = calls.seconds("allreduce", "ring", nbytes, cluster)
     assert simulated == pytest.approx(ring.allreduce_seconds(nbytes, cluster.layout))
@@ -142,14 +144,16 @@ def test_a_ring_takes_what_its_closed_form_says(size):
 )
 @pytest.mark.parametrize("nbytes", [0, 3000])
 def test_a_comparison_takes_what_its_closed_form_says(size, nodes, by_nodes, nbytes):
-    machine = MACHINE._replace(network=Link(4e-6, 1e-8, 1e-10, letter=2e-6))
-    cluster = Cluster(size, nodes, machine)
-    assert signature_check.by_nodes(cluster.layout) == by_nodes
-    simulated = calls.together(nbytes, cluster, by_nodes=by_nodes)
+    machine = MACHINE._replace(network=LinkCost(4e-6, 1e-8, 1e-10, letter=2e-6))
+    cluster = SimulatedCluster(size, nodes, machine)
+    assert signature_check.per_node(cluster.layout) == by_nodes
+    simulated = calls.simulate_sequence(nbytes, cluster, by_nodes=by_nodes)
     # Who speaks for a node combines the letters of all its ranks, which is not in the closed form.
     within = 0.3 if by_nodes else 0.01
     assert simulated == pytest.approx(signature_check.seconds(nbytes, cluster.layout), rel=within)
-    slow = calls.together(nbytes, Cluster(size, nodes, MACHINE), by_nodes=by_nodes)
+    slow = calls.simulate_sequence(
+        nbytes, SimulatedCluster(size, nodes, MACHINE), by_nodes=by_nodes
+    )
     assert slow > simulated, "compiled code sends for less"
 
 
@@ -171,7 +175,7 @@ CROWDED = {"cores": 1, "nodes_per_host": 3}
 )
 def test_the_bits_and_the_seconds_are_those_of_ranks_that_run(algorithm, dtype, how):
     size, leaders = 6, (0, 0, 2, 2, 4, 4)
-    cluster = Cluster(size, 3, MACHINE, **how)
+    cluster = SimulatedCluster(size, 3, MACHINE, **how)
     assert cluster.leaders() == leaders
     arrays = [np.random.default_rng(r).normal(size=70_001).astype(dtype) for r in range(size)]
 
@@ -197,7 +201,7 @@ def test_the_bits_and_the_seconds_are_those_of_ranks_that_run(algorithm, dtype, 
         # Where arrays are small the lines do not decide.
         shared, alone = (
             calls.seconds("allreduce", algorithm, 800, each)
-            for each in (cluster, Cluster(size, 3, MACHINE))
+            for each in (cluster, SimulatedCluster(size, 3, MACHINE))
         )
         assert shared > 2 * alone
 
@@ -243,7 +247,7 @@ def test_the_bits_of_the_other_operations_are_those_of_ranks_that_run(operation,
         return comm.allgather(x[own(comm.rank)], **how)
 
     expected = inprocess.run_ranks(size, real, leaders=leaders, settings=SETTINGS)
-    ended = ranks.run(Cluster(size, 3, MACHINE), simulated, payload=True)
+    ended = ranks.run(SimulatedCluster(size, 3, MACHINE), simulated, payload=True)
     assert ranks.first_error(ended) is None
     for rank, bits in zip(ended, expected, strict=True):
         if bits is None:
@@ -274,8 +278,8 @@ def test_ranks_share_the_cores_of_their_host(how, ends):
 
 
 def test_ranks_that_fill_the_cores_of_their_node_give_theirs_away_at_once():
-    assert Cluster(4, 2, MACHINE, cores=2).waiting is YIELDING
-    assert Cluster(4, 4, MACHINE, cores=2, nodes_per_host=4).waiting is POLLING
+    assert SimulatedCluster(4, 2, MACHINE, cores=2).waiting is YIELDING
+    assert SimulatedCluster(4, 4, MACHINE, cores=2, nodes_per_host=4).waiting is POLLING
     assert YIELDING.python.polls == YIELDING.letters.polls == 0 < POLLING.letters.polls
 
 
@@ -306,7 +310,7 @@ def test_bytes_of_all_nodes_pass_the_cores_of_their_host(pairs):
 
 
 def test_who_waits_polls_for_a_while_and_then_lets_another_rank_have_the_core():
-    waits = POLLING._replace(python=Waiting(polls=30e-6, look=2e-6, resume=5e-6))
+    waits = POLLING._replace(python=WaitingRank(polls=30e-6, look=2e-6, resume=5e-6))
     how = {"cores": 1, "nodes_per_host": 2, "waits": waits, "copying": 0.0}
     _, alone = run(2, 2, send_once(1000, [(1, 0)]))
     _, shared = run(2, 2, send_once(1000, [(1, 0)]), **how)
@@ -322,11 +326,11 @@ def test_who_waits_polls_for_a_while_and_then_lets_another_rank_have_the_core():
 def test_a_whole_call_has_its_comparison_and_what_python_takes(algorithm):
     def seconds(call=0.0, calls_=1):
         machine = MACHINE._replace(network=MACHINE.network._replace(call=call, letter=2e-6))
-        cluster = Cluster(4, 4, machine)
-        return calls.whole(algorithm, 4000, cluster, by_nodes=False, calls=calls_), cluster
+        cluster = SimulatedCluster(4, 4, machine)
+        return calls.simulate_check(algorithm, 4000, cluster, by_nodes=False, calls=calls_), cluster
 
     plain, cluster = seconds()
-    compared = calls.together(4000 if algorithm is None else 0, cluster, by_nodes=False)
+    compared = calls.simulate_sequence(4000 if algorithm is None else 0, cluster, by_nodes=False)
     moved = 0.0 if algorithm is None else calls.seconds("allreduce", algorithm, 4000, cluster)
     assert plain == pytest.approx(compared + moved, rel=0.2)
     assert seconds(call=1e-3)[0] == pytest.approx(plain + (0.0 if algorithm is None else 1e-3))
@@ -335,7 +339,7 @@ def test_a_whole_call_has_its_comparison_and_what_python_takes(algorithm):
 
 def test_noise_is_the_same_for_the_same_seed_and_slow_ranks_are_waited_for():
     def seconds(**how):
-        cluster = Cluster(8, 8, MACHINE, **how)
+        cluster = SimulatedCluster(8, 8, MACHINE, **how)
         return calls.seconds("allreduce", "ring", 8000, cluster)
 
     plain = seconds()
@@ -345,7 +349,7 @@ def test_noise_is_the_same_for_the_same_seed_and_slow_ranks_are_waited_for():
 
 @pytest.mark.parametrize("how", [{}, {"cores": 2, "nodes_per_host": 4}], ids=["a core each", "two"])
 def test_a_dead_rank_is_named_on_all_others(how):
-    cluster = Cluster(4, 4, MACHINE, deaths={2: 50e-6}, **how)
+    cluster = SimulatedCluster(4, 4, MACHINE, deaths={2: 50e-6}, **how)
 
     def program(access):
         for _ in range(100):
@@ -387,7 +391,7 @@ def test_an_error_of_a_program_is_the_first_one():
 
 
 def test_a_simulation_stops_when_it_has_taken_its_time():
-    cluster = Cluster(64, 64, MACHINE)
+    cluster = SimulatedCluster(64, 64, MACHINE)
     with pytest.raises(Stopped):
         calls.seconds("allreduce", "ring", 1 << 20, cluster, within=1e-6)
 
@@ -402,8 +406,8 @@ def test_a_simulation_stops_when_it_has_taken_its_time():
         ({"burst": -1}, "burst"),
         ({"cores": 0}, "one or more cores"),
         ({"nodes_per_host": 0}, "nodes on a host"),
-        ({"waits": POLLING._replace(python=Waiting(-1e-6, 0, 0))}, "python's polls >= 0"),
-        ({"waits": POLLING._replace(letters=Waiting(0, float("inf"), 0))}, "letters's look"),
+        ({"waits": POLLING._replace(python=WaitingRank(-1e-6, 0, 0))}, "python's polls >= 0"),
+        ({"waits": POLLING._replace(letters=WaitingRank(0, float("inf"), 0))}, "letters's look"),
         ({"copying": -1.0}, "copying >= 0"),
         ({"together": -1.0}, "together >= 0"),
         ({"seed": -1}, "a seed of 0 or more"),
@@ -413,4 +417,4 @@ def test_a_simulation_stops_when_it_has_taken_its_time():
 )
 def test_a_cluster_that_makes_no_sense_is_refused(how, message):
     with pytest.raises(ValueError, match=message):
-        Cluster(**{"size": 4, "num_nodes": 4, **how})
+        SimulatedCluster(**{"size": 4, "num_nodes": 4, **how})

@@ -10,12 +10,13 @@ import sys
 
 import pytest
 
-from collectives import __main__; from collectives.core import tuning_file
+from collectives import __main__
 from collectives.algorithms import selection
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.cost_model import RankLayout
+from collectives.core import tuning_file
+from collectives.core.links import DEFAULT, LinkCost, Machine
 from collectives.launch import processes
-from collectives.core.links import DEFAULT, Link, Machine
-from collectives.tools import bench, info, plot, byte_sizes
+from collectives.tools import bench, byte_sizes, info, plot
 from launcher import ROOT, commands, mpirun, run
 from pairwise import also
 from requirements import require
@@ -340,7 +341,9 @@ def test_sizes_that_are_none_are_refused(text):
 
 def test_sizes_are_written_as_they_are_read():
     texts = ["0", "8", "1000", "1K", "48K", "1M", "3G"]
-    assert [byte_sizes.size_text(n) for n in (0, 8, 1000, 1 << 10, 48 << 10, 1 << 20, 3 << 30)] == texts
+    assert [
+        byte_sizes.size_text(n) for n in (0, 8, 1000, 1 << 10, 48 << 10, 1 << 20, 3 << 30)
+    ] == texts
     assert [byte_sizes.sizes(text)[0] for text in texts[1:]][:3] == [8, 1000, 1024]
 
 
@@ -419,7 +422,9 @@ def test_a_curve_says_what_it_rests_on_and_can_be_drawn(tmp_path):
 
 def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
     file = tmp_path / "cluster.json"
-    tuning_file.write(file, {"network": Link(1e-3, 1e-9, 1e-11), "node": Link(1e-5, 1e-9, 1e-11)}, {})
+    tuning_file.write(
+        file, {"network": LinkCost(1e-3, 1e-9, 1e-11), "node": LinkCost(1e-5, 1e-9, 1e-11)}, {}
+    )
     program = tmp_path / "pick.py"
     program.write_text(
         "import collectives as cc\n"
@@ -433,7 +438,7 @@ def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
     assert picked.status == 0, picked.stderr
     answers = sorted(picked.stdout.splitlines())
     assert [answer.partition(" ")[2] for answer in answers][1:] == [answers[0].partition(" ")[2]]
-    node, network = Link(5e-5, 1e-9, 1e-11), Link(1e-3, 1e-9, 1e-11)
+    node, network = LinkCost(5e-5, 1e-9, 1e-11), LinkCost(1e-3, 1e-9, 1e-11)
     machine = Machine(
         DEFAULT.shared,
         node._replace(letter=DEFAULT.node.letter),
@@ -447,7 +452,7 @@ def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
     assert f"UNISONO_NODE_LINK (alpha), else {file}" in rows["node"]
     assert rows["network"].endswith(f"0.0100  {file}")
     (auto,) = (name for name, row in rows.items() if "picked by auto" in row)
-    expected = selection.pick("allreduce", 1 << 20, Layout(2, 2, machine))
+    expected = selection.pick("allreduce", 1 << 20, RankLayout(2, 2, machine))
     assert auto == expected
     facts = mpirun(1, *COMMAND, "info", "--json", **where)
     link = json.loads(facts.stdout)["links"]["network"]
@@ -487,11 +492,11 @@ def test_tune_measures_the_links_and_holds_the_model_against_them(size, tmp_path
 
 def test_tune_keeps_one_file_for_each_cluster_and_what_it_did_not_measure(tmp_path):
     file = tmp_path / "unisono" / "apple.json"
-    tuning_file.write(file, {"network": Link(1e-6, 1e-10, 1e-11)}, {})
+    tuning_file.write(file, {"network": LinkCost(1e-6, 1e-10, 1e-11)}, {})
     result = tune(2, UNISONO_TUNED="", XDG_CONFIG_HOME=str(tmp_path), SLURM_CLUSTER_NAME="apple")
     assert result.status == 0, result.stderr
     assert tuning_file.read(file).keys() == {"shared", "node", "network"}
-    assert tuning_file.read(file)["network"] == Link(1e-6, 1e-10, 1e-11)
+    assert tuning_file.read(file)["network"] == LinkCost(1e-6, 1e-10, 1e-11)
     facts = json.loads(file.read_text())["measured"]
     assert (facts["ranks"], facts["nodes"]) == (2, 1)
 

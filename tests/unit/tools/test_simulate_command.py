@@ -8,9 +8,9 @@ import pytest
 
 from collectives import __main__
 from collectives.algorithms import selection
-from collectives.algorithms.cost_model import Layout
+from collectives.algorithms.cost_model import RankLayout
 from collectives.core.links import DEFAULT
-from collectives.simulation.cluster import Cluster
+from collectives.simulation.cluster import SimulatedCluster
 from collectives.tools import simulate
 from collectives.tools.explain import Question
 from requirements import needs
@@ -85,14 +85,14 @@ def test_what_takes_too_long_is_stopped_and_said(capsys):
      ("barrier", 0.0)],
 )  # fmt: skip
 def test_the_least_time_of_the_line(operation, seconds):
-    layout = Layout(8, 4, DEFAULT)
+    layout = RankLayout(8, 4, DEFAULT)
     whole = (1 << 20) * DEFAULT.network.beta
     least = simulate.least_seconds(Question(operation, 1 << 20), layout)
     assert least == pytest.approx(seconds * whole)
 
 
 def test_on_one_node_the_engine_stands_beside_the_messages():
-    rows = simulate.rows(Question("allreduce", 1 << 16), Cluster(4, 1), 60.0)
+    rows = simulate.rows(Question("allreduce", 1 << 16), SimulatedCluster(4, 1), 60.0)
     assert rows[0].algorithm == "node"
     assert {row.algorithm for row in rows} == {
         "node", "ring", "tree", "double_tree", "doubling", "halving",

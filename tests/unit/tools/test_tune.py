@@ -9,16 +9,18 @@ import pytest
 
 import inprocess
 from collectives.algorithms import selection
-from collectives.algorithms.cost_model import Layout
-from collectives.core.links import DEFAULT, Link
+from collectives.algorithms.cost_model import RankLayout
+from collectives.core.links import DEFAULT, LinkCost
 from collectives.core.settings import Settings
 from collectives.tools import measure, tune
-from collectives.tools.tune import Row
+from collectives.tools.tune import TunedRow
 
 LAYOUTS = {"one node": [0, 0, 0], "two of two": [0, 0, 2, 2], "uneven": [0, 0, 2], "each": [0, 1]}
 
 
-@pytest.mark.parametrize("link", [Link(1e-6, 8e-11, 0), Link(2e-5, 8e-9, 0), Link(1e-4, 1e-9, 0)])
+@pytest.mark.parametrize(
+    "link", [LinkCost(1e-6, 8e-11, 0), LinkCost(2e-5, 8e-9, 0), LinkCost(1e-4, 1e-9, 0)]
+)
 def test_a_link_is_found_again_from_its_times(link):
     times = [link.alpha + nbytes * link.beta for nbytes in measure.SIZES]
     shape = [[1.0, nbytes] for nbytes in measure.SIZES]
@@ -41,7 +43,7 @@ def test_times_that_contradict_the_model_still_give_numbers_above_zero(times):
 )
 def test_every_link_that_there_is_gets_measured_alike_on_all_ranks(leaders):
     def check(comm):
-        return measure.measure(measure.Clock(comm), 0.2)
+        return measure.measure(measure.MeasuringClock(comm), 0.2)
 
     several = len(set(leaders)) > 1
     with_company = len(set(leaders)) < len(leaders)
@@ -59,7 +61,7 @@ def test_every_link_that_there_is_gets_measured_alike_on_all_ranks(leaders):
 
 def test_without_shared_memory_its_link_is_left_out():
     def check(comm):
-        return measure.measure(measure.Clock(comm), 0.1).keys()
+        return measure.measure(measure.MeasuringClock(comm), 0.1).keys()
 
     settings = Settings(timeout=20, shared_memory=None)
     assert inprocess.run_ranks(2, check, settings=settings) == [{"node"}] * 2
@@ -67,10 +69,10 @@ def test_without_shared_memory_its_link_is_left_out():
 
 @pytest.mark.parametrize("leaders", LAYOUTS.values(), ids=LAYOUTS)
 def test_what_has_several_algorithms_is_timed_by_all_of_them(leaders):
-    layout = Layout(len(leaders), len(set(leaders)))
+    layout = RankLayout(len(leaders), len(set(leaders)))
 
     def check(comm):
-        return list(tune.check(measure.Clock(comm), DEFAULT, 0.1))
+        return list(tune.check(measure.MeasuringClock(comm), DEFAULT, 0.1))
 
     results = inprocess.run_ranks(len(leaders), check, leaders=leaders)
     assert all(other == results[0] for other in results)
@@ -92,7 +94,7 @@ def test_what_has_several_algorithms_is_timed_by_all_of_them(leaders):
 @pytest.mark.parametrize("operation", selection.ALGORITHMS)
 def test_every_operation_can_be_timed(operation):
     def check(comm):
-        clock = measure.Clock(comm)
+        clock = measure.MeasuringClock(comm)
         comm.barrier()
         times = clock.times(measure.algorithms(clock, operation, 1000), 0.01)
         assert all(seconds > 0 for seconds in times.values())
@@ -104,11 +106,11 @@ def test_every_operation_can_be_timed(operation):
 
 def test_the_summary_counts_good_picks_and_good_predictions():
     rows = [
-        Row("allreduce", 8, "native", None, 0.5, False),  # faster, but never picked
-        Row("allreduce", 8, "halving", 1.0, 1.0, True),
-        Row("allreduce", 8, "ring", 1.0, 4.0, False),
-        Row("broadcast", 8, "ring", 2.0, 1.0, False),
-        Row("broadcast", 8, "tree", 1.0, 1.15, True),
+        TunedRow("allreduce", 8, "native", None, 0.5, False),  # faster, but never picked
+        TunedRow("allreduce", 8, "halving", 1.0, 1.0, True),
+        TunedRow("allreduce", 8, "ring", 1.0, 4.0, False),
+        TunedRow("broadcast", 8, "ring", 2.0, 1.0, False),
+        TunedRow("broadcast", 8, "tree", 1.0, 1.15, True),
     ]
     text = tune.summary(rows)
     assert "10 % of the fastest of ours in 1 of 2 cases" in text

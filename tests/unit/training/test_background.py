@@ -13,7 +13,7 @@ import pytest
 from checkpoint_samples import assert_same_bits, leftovers, steps, tensors_of
 
 from strategies import errors
-from strategies.checkpoint import checkpoint, atomic_io
+from strategies.checkpoint import atomic_io, checkpoint
 from strategies.checkpoint.async_writer import Background
 from strategies.checkpoint.checkpoint_manager import CheckpointManager
 

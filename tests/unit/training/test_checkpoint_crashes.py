@@ -22,7 +22,7 @@ from checkpoint_samples import SHARD, assert_same_bits, leftovers, steps
 from inprocess import run_ranks, world_settings
 from pairwise import also
 from strategies import errors
-from strategies.checkpoint import Slice, checkpoint, atomic_io, shards
+from strategies.checkpoint import Slice, atomic_io, checkpoint, shards
 from strategies.checkpoint.checkpoint_manager import CheckpointManager
 
 WRITE = os.write

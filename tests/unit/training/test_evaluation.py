@@ -7,7 +7,8 @@ import pytest
 
 import strategies
 from strategies import errors
-from strategies.session import Evaluator, TrainingSession, hooks; from strategies.checkpoint import Saver, checkpoint
+from strategies.checkpoint import Saver, checkpoint
+from strategies.session import Evaluator, TrainingSession, hooks
 from strategies.session.evaluation import ScoreNew
 
 

@@ -11,7 +11,8 @@ import pytest
 
 import strategies
 from strategies import errors
-from strategies.checkpoint import Saver; from strategies.session import Summaries, TrainingSession, hooks, metrics_hook
+from strategies.checkpoint import Saver
+from strategies.session import Summaries, TrainingSession, hooks, metrics_hook
 from strategies.session.hook_base import Timer
 
 

@@ -15,8 +15,8 @@ import pytest
 import strategies
 from requirements import installed
 from strategies import errors
-from strategies.input import ShardedInput
 from strategies.checkpoint import Saver, checkpoint
+from strategies.input import ShardedInput
 
 
 def saver_of(path, **things):

@@ -14,7 +14,9 @@ import pytest
 import strategies
 from launcher import ROOT, environment
 from strategies import errors
-from strategies.elastic import Preemption, event_log; from strategies.checkpoint import Saver, checkpoint; from strategies.session import Summaries, TrainingSession, hooks
+from strategies.checkpoint import Saver, checkpoint
+from strategies.elastic import Preemption, event_log
+from strategies.session import Summaries, TrainingSession, hooks
 
 
 class Training:

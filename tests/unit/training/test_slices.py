@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from strategies import errors
-from strategies.checkpoint.write_plan import Holding, writers
 from strategies.checkpoint.boxes import Box, Slice, check_tiles, inside, overlap, rows, whole
+from strategies.checkpoint.write_plan import Holding, writers
 
 SHAPES = [(), (1,), (7,), (0, 3), (5, 4), (1, 6, 2), (40, 1 << 14)]
 

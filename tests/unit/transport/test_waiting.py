@@ -9,7 +9,7 @@ import pytest
 from collectives.core import compile_time
 from collectives.core.errors import CollectiveTimeout
 from collectives.transport import backoff
-from collectives.transport.backoff import Deadline, Known, Ranks, Wait
+from collectives.transport.backoff import Backoff, CompletedWait, Deadline, RankSet
 
 
 class Clock:
@@ -37,13 +37,13 @@ def clock(monkeypatch):
 
 
 def test_a_short_wait_only_gives_its_core_away(clock):
-    wait = Wait()
+    wait = Backoff()
     assert [wait.pause() for _ in range(19)] == [False] * 19
     assert clock.naps == []
 
 
 def test_naps_grow_with_the_wait_up_to_a_limit_and_looks_are_rare(clock):
-    wait = Wait()
+    wait = Backoff()
     looks = []
     while clock.now < 2:
         if wait.pause():
@@ -57,24 +57,24 @@ def test_naps_grow_with_the_wait_up_to_a_limit_and_looks_are_rare(clock):
 
 
 def test_a_thread_beside_one_that_computes_naps_at_once(clock):
-    wait = Wait(first_nap=0.0002)
+    wait = Backoff(first_nap=0.0002)
     assert not wait.pause()
     assert clock.naps == [0.0002]
 
 
 def test_who_asks_until_a_limit_gets_the_last_answer(clock):
     answers = iter([False, False, True])
-    assert backoff.until(lambda: next(answers), limit=1.0, every=0.01)
+    assert backoff.poll_until(lambda: next(answers), limit=1.0, every=0.01)
     assert clock.naps == [0.01, 0.01]
-    assert not backoff.until(lambda: False, limit=0.1, every=0.01)
+    assert not backoff.poll_until(lambda: False, limit=0.1, every=0.01)
     assert clock.now < 0.2
 
 
 def test_no_limit_counts_what_this_process_compiles_meanwhile(clock, monkeypatch):
     monkeypatch.setattr(compile_time, "time", clock)
-    ranks = Ranks()
+    ranks = RankSet()
     ranks.rank, ranks.size = 0, 2
-    missing = [Known("rank 1 to enter the call", (1,), has_come=False)]
+    missing = [CompletedWait("rank 1 to enter the call", (1,), has_come=False)]
     deadline = Deadline("allreduce", 5.0)
     with compile_time.preparing():
         clock.now += 60.0
