@@ -38,9 +38,9 @@ def usual() -> list[hooks.Hook]:
     return [
         hooks.StopAtStep(10**9),
         hooks.StepCounter(),
-        hooks.Logging(every_steps=100),
+        hooks.LogValues(every_steps=100),
         hooks.NanGuard(),
-        hooks.Checkpoints(every_steps=10**6),
+        hooks.SaveCheckpoints(every_steps=10**6),
     ]
 
 

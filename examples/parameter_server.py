@@ -20,7 +20,7 @@ import strategies
 from common.digits import Network, accuracy, batches, load
 from strategies.checkpoint import Saver
 from strategies.elastic import Preemption
-from strategies.parameter_server import Drop, Record, Scale
+from strategies.parameter_server import Drop, Scale, WorkerStats
 from strategies.session import TrainingSession, hooks
 
 BATCH = 50
@@ -134,7 +134,7 @@ def report(strategy: strategies.ParameterServerStrategy, workers: int, seconds: 
     weights = {name: np.array(variable.value) for name, variable in strategy.variables.items()}
     pixels, digits = load("held out")
     how = "synchronous" if strategy.synchronous else "asynchronous"
-    total = sum((sum(r.records.values(), Record()) for r in strategy.reports()), Record())
+    total = sum((sum(r.records.values(), WorkerStats()) for r in strategy.reports()), WorkerStats())
     print(f"{how}, {workers} workers, {seconds:.2f} s")
     print(
         f"mean staleness {total.mean_staleness:.2f}, at most {total.most_staleness}, "

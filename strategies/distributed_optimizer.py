@@ -9,7 +9,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, overload
 import collectives as cc
 from strategies.averaging.alike import Compare
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
-from strategies.averaging.rule import Early, Rule
+from strategies.averaging.rule import AveragingOptions, Early
 from strategies.core import agreement
 from strategies.wrapping import wrap
 
@@ -156,7 +156,7 @@ def DistributedOptimizer(
     parameters and state once, 60 to 150 ms per GB on the host, and sends 17 bytes to every rank, in
     place of the message that compares names and shapes; arrays on a device are copied to the host.
     """
-    rule = Rule(
+    rule = AveragingOptions(
         op=op,
         compression=cc.NONE if compression is None else compression,
         backward_passes_per_step=backward_passes_per_step,
@@ -171,13 +171,13 @@ def DistributedOptimizer(
         compare_every=compare_every,
     )
     if strategy is not None:
-        if comm is not None or (wrap.is_hosting(strategy) and rule != Rule()):
+        if comm is not None or (wrap.is_hosting(strategy) and rule != AveragingOptions()):
             raise ValueError(
                 "DistributedOptimizer: the strategy says how gradients are combined, expected no "
                 f"comm, and no option of averaging if it makes the steps itself, got {rule}"
             )
         if wrap.is_hosting(strategy):
-            return wrap.wrapped(optimizer, strategy, named_parameters)
+            return wrap.wrap_optimizer(optimizer, strategy, named_parameters)
         comm = wrap.ranks_of(strategy)
     comm = cc.init() if comm is None else comm
 
@@ -197,7 +197,7 @@ def DistributedOptimizer(
     return agreement.compare(comm, "DistributedOptimizer", prepare)(comm, rule)
 
 
-_Make = Callable[[cc.Communicator, Rule], Any]
+_Make = Callable[[cc.Communicator, AveragingOptions], Any]
 
 # What the ranks compare first. Of these two, all gradients are there before the first is given.
 _ARRAYS, _JAX = _AT_ONCE = ("kind arrays", "kind jax")

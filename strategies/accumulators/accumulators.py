@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from strategies.accumulators.engine import Accumulation, Apply, Take
 from strategies.accumulators.remote import Engine, open_accumulation
-from strategies.accumulators.sums import Part, checked
+from strategies.accumulators.sums import GradientSpec, checked
 from strategies.core.sparse import Rows
 from strategies.errors import InvalidArgumentError
 from strategies.rpc.operation import perform
@@ -46,7 +46,7 @@ class _Accumulator:
             raise ValueError(
                 f"accumulator: no such reduction_type, expected MEAN or SUM, got {reduction_type!r}"
             )
-        self.part = Part(self.name, self.dtype.name, self.shape, self.form)
+        self.part = GradientSpec(self.name, self.dtype.name, self.shape, self.form)
         self.mean = self.reduction_type == "MEAN"
         self.engine: Engine = Accumulation([self.part], mean=self.mean, name=self.name)
 
@@ -235,7 +235,7 @@ class SparseConditionalAccumulator(_Accumulator):
         return self._take(count, timeout)  # type: ignore[no-any-return]
 
     def _check_shape(self, shape: tuple[int | None, ...], rows: Rows) -> None:
-        own = Part(self.name, self.dtype.name, shape, self.form)
+        own = GradientSpec(self.name, self.dtype.name, shape, self.form)
         if not self.part.fits(shape):
             raise InvalidArgumentError(
                 f"apply_grad: the variable has another shape, expected {self.shape}, got {shape} "

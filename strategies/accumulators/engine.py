@@ -20,7 +20,7 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from strategies.accumulators.sums import Gradient, Part, Sum, checked, form_of
+from strategies.accumulators.sums import Gradient, GradientSpec, GradientSum, checked, format_of
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -28,14 +28,14 @@ from strategies.errors import (
     InvalidArgumentError,
     OpError,
 )
-from strategies.rpc.operation import Attempt, Waiting
+from strategies.rpc.operation import OperationOwner, PendingOperation
 
 __all__ = ["Accumulation", "Apply", "Take"]
 
 _log = logging.getLogger(__name__)
 
 
-class Apply(Attempt):
+class Apply(PendingOperation):
     """Add a gradient for each part.
 
     Args:
@@ -63,7 +63,7 @@ class Apply(Attempt):
         self.examples = examples
 
 
-class Take(Attempt):
+class Take(PendingOperation):
     """Wait for so many gradients, and take them.
 
     Attributes:
@@ -75,13 +75,13 @@ class Take(Attempt):
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.sums: list[Sum | None] = []  # what was taken, so that it can go back
+        self.sums: list[GradientSum | None] = []  # what was taken, so that it can go back
         self.taken = 0
         self.weight: float | None = None
         self.step = -1
 
 
-class Accumulation(Waiting):
+class Accumulation(OperationOwner):
     """The engine of an accumulator on this task; usable from any thread.
 
     Args:
@@ -95,7 +95,7 @@ class Accumulation(Waiting):
 
     def __init__(
         self,
-        parts: Sequence[Part],
+        parts: Sequence[GradientSpec],
         *,
         mean: bool,
         name: str,
@@ -108,13 +108,13 @@ class Accumulation(Waiting):
         self._name = name
         self._step = step
         self._lock = threading.Lock()
-        self._sums: list[Sum | None] = [None] * len(self.parts)
+        self._sums: list[GradientSum | None] = [None] * len(self.parts)
         self._count = 0
         self._weight: float | None = None  # of those that are in; None if they count alike
         self._takes: deque[Take] = deque()
         self._tally: dict[int, list[int]] = {}
 
-    def submit(self, attempt: Attempt) -> None:
+    def submit(self, attempt: PendingOperation) -> None:
         """Add gradients, or let a take wait in the line."""
         if isinstance(attempt, Apply):
             error = None
@@ -122,20 +122,20 @@ class Accumulation(Waiting):
                 self._apply(attempt)
             except InvalidArgumentError as caught:
                 error = caught
-            attempt.settle(error)
+            attempt.complete(error)
             self._advance()
-            attempt.tell()
+            attempt.notify()
         elif isinstance(attempt, Take):
             if attempt.count <= 0:
                 why = f"take_grad: count must be > 0, got {attempt.count} ({self._name})"
-                attempt.settle(InvalidArgumentError(why))
-                attempt.tell()
+                attempt.complete(InvalidArgumentError(why))
+                attempt.notify()
                 return
             with self._lock:
                 self._takes.append(attempt)
             self._advance()
 
-    def withdraw(self, attempt: Attempt, error: OpError) -> None:
+    def withdraw(self, attempt: PendingOperation, error: OpError) -> None:
         """End a take that waits."""
         with self._lock:
             if attempt.done or attempt not in self._takes:
@@ -146,11 +146,11 @@ class Accumulation(Waiting):
                     f"{error.message}; {self._count} of {attempt.count} gradients have come "
                     f"({self._name})"
                 )
-            attempt.settle(error)
-        attempt.tell()
+            attempt.complete(error)
+        attempt.notify()
         self._advance()
 
-    def abandon(self, attempt: Attempt) -> None:
+    def abandon(self, attempt: PendingOperation) -> None:
         """End a take; its gradients go back, and its step if no other has begun."""
         self.withdraw(attempt, CancelledError(f"{self._name}: the caller was interrupted"))
         if not isinstance(attempt, Take):
@@ -175,9 +175,9 @@ class Accumulation(Waiting):
             takes = list(self._takes)
             self._takes.clear()
             for take in takes:
-                take.settle(CancelledError(f"{self._name}: the operation was cancelled"))
+                take.complete(CancelledError(f"{self._name}: the operation was cancelled"))
         for take in takes:
-            take.tell()
+            take.notify()
 
     def set_step(self, step: int) -> None:
         """Set the current step; gradients of earlier ones are dropped from now on."""
@@ -209,7 +209,7 @@ class Accumulation(Waiting):
                     if gradient is None or weight == 0:
                         continue
                     if (total := self._sums[index]) is None:
-                        self._sums[index] = Sum(gradient, weight)
+                        self._sums[index] = GradientSum(gradient, weight)
                     else:
                         total.add(gradient, weight)
                 if attempt.examples is not None:
@@ -228,7 +228,7 @@ class Accumulation(Waiting):
         for part, total, gradient in zip(self.parts, self._sums, gradients, strict=True):
             if total is None or gradient is None:
                 continue
-            (expected, like), (form, shape) = total.form, form_of(gradient)
+            (expected, like), (form, shape) = total.form, format_of(gradient)
             if (form, shape) != (expected, like):
                 raise InvalidArgumentError(
                     f"apply_grad: the gradient differs from those that are in, expected "
@@ -252,8 +252,8 @@ class Accumulation(Waiting):
                     take.results = self._results(take)
                 except Exception as caught:  # as when there is no memory for them
                     error = InternalError(f"take_grad: {type(caught).__name__}: {caught}")
-                take.settle(error)
-            take.tell()
+                take.complete(error)
+            take.notify()
 
     def _results(self, take: Take) -> list[Gradient]:
         """Return the means or sums of what was taken."""

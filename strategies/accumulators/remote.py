@@ -12,13 +12,13 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from strategies.accumulators.engine import Accumulation, Apply, Take
-from strategies.accumulators.sums import Gradient, Part
+from strategies.accumulators.sums import Gradient, GradientSpec
 from strategies.core.sparse import Rows
 from strategies.errors import DataLossError
-from strategies.rpc.client import Answer
-from strategies.rpc.operation import Attempt, RemoteAttempts, serve
-from strategies.rpc.registry import ResourceKind, register
-from strategies.rpc.server_requests import Work
+from strategies.rpc.client import Reply
+from strategies.rpc.operation import PendingOperation, RemoteAttempts, serve
+from strategies.rpc.registry import ResourceType, register_type
+from strategies.rpc.server_requests import ServerRequest
 from strategies.rpc.service import Service
 
 __all__ = ["KIND", "Engine", "RemoteAccumulation", "open_accumulation"]
@@ -26,7 +26,7 @@ __all__ = ["KIND", "Engine", "RemoteAccumulation", "open_accumulation"]
 
 def open_accumulation(
     service: Service,
-    parts: Sequence[Part],
+    parts: Sequence[GradientSpec],
     *,
     mean: bool,
     name: str,
@@ -51,7 +51,7 @@ def open_accumulation(
 class RemoteAccumulation(RemoteAttempts):
     """The engine of an accumulator of another task."""
 
-    def request_of(self, attempt: Attempt) -> tuple[str, dict[str, Any], list[Any]]:
+    def request_of(self, attempt: PendingOperation) -> tuple[str, dict[str, Any], list[Any]]:
         """Return operation, arguments and values."""
         if isinstance(attempt, Apply):
             given = {
@@ -59,16 +59,16 @@ class RemoteAccumulation(RemoteAttempts):
                 "worker": attempt.worker,
                 "examples": attempt.examples,
             }
-            return "apply", given, _packed(attempt.gradients)
+            return "apply", given, _pack(attempt.gradients)
         assert isinstance(attempt, Take)
         return "take", {"count": attempt.count}, []
 
-    def answered(self, attempt: Attempt, answer: Answer) -> None:
+    def answered(self, attempt: PendingOperation, answer: Reply) -> None:
         """Note what came of an attempt."""
         if isinstance(attempt, Apply):
             attempt.accepted = answer.metadata["accepted"]
         elif isinstance(attempt, Take):
-            attempt.results = _unpacked(answer.values)
+            attempt.results = _unpack(answer.values)
 
     def set_step(self, step: int) -> None:
         """Set the current step."""
@@ -84,12 +84,12 @@ Engine: TypeAlias = Accumulation | RemoteAccumulation
 """What an accumulator does, on its task or on another."""
 
 
-def _packed(gradients: Sequence[Gradient]) -> list[Any]:
+def _pack(gradients: Sequence[Gradient]) -> list[Any]:
     """Return gradients as values of a message: rows are a tuple."""
     return [(g.indices, g.values) if isinstance(g, Rows) else g for g in gradients]
 
 
-def _unpacked(values: Sequence[Any]) -> list[Gradient]:
+def _unpack(values: Sequence[Any]) -> list[Gradient]:
     """Undo `_packed`.
 
     Raises:
@@ -110,30 +110,30 @@ def _unpacked(values: Sequence[Any]) -> list[Gradient]:
 # Operations, at the task where the accumulator is.
 
 
-def _apply(engine: Accumulation, work: Work) -> None:
+def _apply(engine: Accumulation, work: ServerRequest) -> None:
     given = work.arguments
-    attempt = Apply(_unpacked(work.values), given["step"], given["worker"], given.get("examples"))
+    attempt = Apply(_unpack(work.values), given["step"], given["worker"], given.get("examples"))
     serve(engine, attempt, work, lambda done: work.reply(accepted=done.accepted))
 
 
-def _take(engine: Accumulation, work: Work) -> None:
+def _take(engine: Accumulation, work: ServerRequest) -> None:
     take = Take(work.arguments["count"])
-    serve(engine, take, work, lambda done: work.reply(_packed(done.results), confirm=True))
+    serve(engine, take, work, lambda done: work.reply(_pack(done.results), confirm=True))
 
 
-def _set_step(engine: Accumulation, work: Work) -> None:
+def _set_step(engine: Accumulation, work: ServerRequest) -> None:
     engine.set_step(work.arguments["step"])
     work.reply()
 
 
-def _state(engine: Accumulation, work: Work) -> None:
+def _state(engine: Accumulation, work: ServerRequest) -> None:
     step, count, tally = engine.state()
     work.reply(step=step, count=count, tally=list(tally.items()))
 
 
 def _make(description: Mapping[str, Any], name: str) -> Accumulation:
     parts = [
-        Part(variable, dtype, None if shape is None else tuple(shape), form)
+        GradientSpec(variable, dtype, None if shape is None else tuple(shape), form)
         for variable, dtype, shape, form in description["parts"]
     ]
     mean, step, most = (description[key] for key in ("mean", "step", "most"))
@@ -159,8 +159,8 @@ def _difference(engine: Accumulation, description: Mapping[str, Any]) -> str | N
     return None
 
 
-KIND = register(
-    ResourceKind(
+KIND = register_type(
+    ResourceType(
         "accumulator",
         _make,
         _difference,

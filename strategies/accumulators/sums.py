@@ -14,13 +14,13 @@ from strategies.core.sparse import Rows
 from strategies.errors import InvalidArgumentError
 from strategies.rpc.wire import Array
 
-__all__ = ["Gradient", "Part", "Sum", "checked", "form_of"]
+__all__ = ["Gradient", "GradientSpec", "GradientSum", "checked", "format_of"]
 
 Gradient: TypeAlias = Array | Rows | None
 
 
 @dataclass(frozen=True)
-class Part:
+class GradientSpec:
     """What the gradients of one variable may be.
 
     Attributes:
@@ -47,14 +47,14 @@ class Part:
         return sparse.fits(shape, self.shape)
 
 
-def form_of(gradient: Array | Rows) -> tuple[str, tuple[int | None, ...]]:
+def format_of(gradient: Array | Rows) -> tuple[str, tuple[int | None, ...]]:
     """Return what the gradients of a step must have in common: "dense" or "rows", and a shape."""
     if isinstance(gradient, Rows):
         return "rows", (None, *gradient.values.shape[1:])
     return "dense", gradient.shape
 
 
-def checked(part: Part, gradient: Gradient, operation: str) -> Gradient:
+def checked(part: GradientSpec, gradient: Gradient, operation: str) -> Gradient:
     """Return a gradient as a sum can take it: rows by increasing index, each index once.
 
     Raises:
@@ -62,20 +62,22 @@ def checked(part: Part, gradient: Gradient, operation: str) -> Gradient:
     """
     if gradient is None:
         return None
-    form, _ = form_of(gradient)
+    form, _ = format_of(gradient)
     if part.form not in (form, "any"):
         raise InvalidArgumentError(
             f"{operation}: the gradient has another form, expected {part.form}, got {form} "
             f"({part.name})"
         )
     try:
-        fitted: Gradient = sparse.fitted(gradient, part.shape, part.dtype, operation, part.name)
+        fitted: Gradient = sparse.checked_rows(
+            gradient, part.shape, part.dtype, operation, part.name
+        )
     except (TypeError, ValueError) as error:
         raise InvalidArgumentError(str(error)) from error
     return fitted
 
 
-class Sum:
+class GradientSum:
     """A sum of gradients of one form.
 
     Args:
@@ -95,24 +97,24 @@ class Sum:
     @property
     def form(self) -> tuple[str, tuple[int | None, ...]]:
         """What all of them have in common, see `form_of`."""
-        return form_of(self._total)
+        return format_of(self._total)
 
     def add(self, gradient: Array | Rows, weight: float = 1) -> None:
         """Add one more."""
         if isinstance(gradient, Rows):
-            self.absorb(Sum(gradient, weight))
+            self.absorb(GradientSum(gradient, weight))
         else:
             self._total = gradient_sums.add(self._total, gradient, weight)
 
-    def absorb(self, other: Sum) -> None:
+    def absorb(self, other: GradientSum) -> None:
         """Add what another sum holds."""
         if self._counts is None or other._counts is None:
             self._total = gradient_sums.add(self._total, other._total)
             return
         # At once, so that what waits for a take is no longer than the variable.
         with np.errstate(over="ignore", invalid="ignore"):
-            self._total = gradient_sums.merged([self._total, other._total])
-        self._counts = gradient_sums.merged([self._counts, other._counts])
+            self._total = gradient_sums.merge_rows([self._total, other._total])
+        self._counts = gradient_sums.merge_rows([self._counts, other._counts])
 
     def result(self, *, mean: bool, number: float) -> Array | Rows:
         """Return the sum, or the mean of so many, of each row over the gradients that had it.
@@ -126,6 +128,6 @@ class Sum:
             counts = self._counts.values.reshape(-1, *[1] * (total.values.ndim - 1))
             total = Rows(total.indices, total.values / counts)
         elif mean:
-            total = gradient_sums.over(total, number)
+            total = gradient_sums.divided(total, number)
         result: Array | Rows = gradient_sums.rounded(total, self._dtype)
         return result

@@ -23,22 +23,22 @@ import numpy as np
 
 import collectives as cc
 from strategies.core import agreement, array_ops
-from strategies.core.pytree import extra_states, is_module, named_leaves, state_of, value_of
+from strategies.core.pytree import extra_states, is_module, named_leaves, state_dict_of, value_of
 from strategies.optimizers.base import Optimizer
 
 __all__ = [
     "ON_PURPOSE",
     "Compare",
-    "Fact",
+    "Fingerprint",
     "Kind",
     "check_alike",
     "checksum",
     "compare",
     "description",
-    "fact_of",
-    "facts_of",
-    "facts_of_optimizer",
-    "facts_of_state",
+    "fingerprint_of",
+    "fingerprints_of",
+    "fingerprints_of_optimizer",
+    "fingerprints_of_state",
     "setting",
     "settings_of",
 ]
@@ -54,7 +54,7 @@ _OF_SHAPE = " of shape "
 _MOST_NUMBERS = 16
 
 
-class Fact(NamedTuple):
+class Fingerprint(NamedTuple):
     """One thing that has to be equal on all ranks.
 
     Attributes:
@@ -115,13 +115,15 @@ def check_alike(structure: Any, *, comm: cc.Communicator | None = None) -> None:
     if isinstance(structure, Iterator):
         structure = list(structure)
 
-    def facts() -> list[Fact]:
+    def facts() -> list[Fingerprint]:
         extra = extra_states(structure) if is_module(structure) else {}
         states = named_leaves({name: module.get_extra_state() for name, module in extra.items()})
         values = ((name, _bytes_as_array(value)) for name, value in states)
         return [
-            *facts_of("value", named_leaves(state_of(structure))),
-            *facts_of("value", ((name, value) for name, value in values if _is_comparable(value))),
+            *fingerprints_of("value", named_leaves(state_dict_of(structure))),
+            *fingerprints_of(
+                "value", ((name, value) for name, value in values if _is_comparable(value))
+            ),
         ]
 
     compare(comm, "check_alike", facts)
@@ -130,7 +132,7 @@ def check_alike(structure: Any, *, comm: cc.Communicator | None = None) -> None:
 def compare(
     comm: cc.Communicator,
     what: str,
-    facts: Callable[[], Sequence[Fact]],
+    facts: Callable[[], Sequence[Fingerprint]],
     *,
     earlier: str | None = None,
     remedy: str | None = None,
@@ -150,20 +152,20 @@ def compare(
         MismatchError: they are not; names the first difference of each kind.
         Exception: as `raise_everywhere`.
     """
-    explain = partial(_explained, earlier=earlier, remedy=remedy)
+    explain = partial(_explain, earlier=earlier, remedy=remedy)
     agreement.compare(comm, what, lambda: (None, facts()), explain)
 
 
-def facts_of(kind: Kind, leaves: Iterable[tuple[str, Any]]) -> list[Fact]:
+def fingerprints_of(kind: Kind, leaves: Iterable[tuple[str, Any]]) -> list[Fingerprint]:
     """Describe arrays, variables, numbers and text by their names and checksums.
 
     Raises:
         TypeError: something is none of these.
     """
-    return [fact_of(kind, name, value_of(leaf)) for name, leaf in leaves]
+    return [fingerprint_of(kind, name, value_of(leaf)) for name, leaf in leaves]
 
 
-def fact_of(kind: Kind, name: str, value: Any) -> Fact:
+def fingerprint_of(kind: Kind, name: str, value: Any) -> Fingerprint:
     """Describe an array, a number or text.
 
     Raises:
@@ -171,9 +173,9 @@ def fact_of(kind: Kind, name: str, value: Any) -> Fact:
     """
     if array_ops.is_array(value):
         form = f"{name}: {array_ops.dtype_name(value)}{_OF_SHAPE}{tuple(value.shape)}"
-        return Fact(kind, form, checksum(value))
+        return Fingerprint(kind, form, checksum(value))
     if _is_comparable(value):
-        return Fact(kind, f"{name}: {type(value).__name__}", repr(value))
+        return Fingerprint(kind, f"{name}: {type(value).__name__}", repr(value))
     raise TypeError(f"expected arrays, numbers and text, got {type(value).__name__} ({name})")
 
 
@@ -190,14 +192,14 @@ def checksum(array: Any) -> str:
     from google_crc32c import extend  # 6 to 16 GB/s a core, where zlib's CRC-32 makes 3
 
     crc = 0
-    for part in array_ops.bits(array):
+    for part in array_ops.byte_views(array):
         crc = extend(crc, part)
     return f"{crc:08x}"
 
 
-def setting(name: str, value: Any) -> Fact:
+def setting(name: str, value: Any) -> Fingerprint:
     """Return the fact of an optimizer's setting, by the `description` of its value."""
-    return Fact("setting", name, description(value))
+    return Fingerprint("setting", name, description(value))
 
 
 def description(value: Any) -> str:
@@ -218,15 +220,17 @@ def description(value: Any) -> str:
     return f"of {type(value).__qualname__}"
 
 
-def facts_of_state(state: Any) -> list[Fact]:
+def fingerprints_of_state(state: Any) -> list[Fingerprint]:
     """Describe the arrays, numbers and texts of an optimizer's state, whatever else it may hold."""
-    return facts_of("state", ((name, x) for name, x in named_leaves(state) if _is_comparable(x)))
+    return fingerprints_of(
+        "state", ((name, x) for name, x in named_leaves(state) if _is_comparable(x))
+    )
 
 
-def facts_of_optimizer(optimizer: Any) -> list[Fact]:
+def fingerprints_of_optimizer(optimizer: Any) -> list[Fingerprint]:
     """Describe the state of an optimizer of arrays."""
     state = optimizer.state_dict() if callable(getattr(optimizer, "state_dict", None)) else None
-    return facts_of_state(state)
+    return fingerprints_of_state(state)
 
 
 def settings_of(optimizer: Any, *, schedules: bool = True) -> dict[str, Any]:
@@ -248,10 +252,10 @@ def settings_of(optimizer: Any, *, schedules: bool = True) -> dict[str, Any]:
     return found
 
 
-def _explained(
+def _explain(
     comm: cc.Communicator,
     what: str,
-    told: Sequence[Sequence[Fact]],
+    told: Sequence[Sequence[Fingerprint]],
     *,
     earlier: str | None,
     remedy: str | None,
@@ -280,7 +284,7 @@ def _explained(
     )
 
 
-def _difference(comm: cc.Communicator, ranks: Sequence[Sequence[Fact]]) -> str | None:
+def _difference(comm: cc.Communicator, ranks: Sequence[Sequence[Fingerprint]]) -> str | None:
     """Name the first thing that differs between facts of one kind; None if nothing does."""
     own: list[dict[str, str]] = [{} for _ in ranks]
     for words, facts in zip(own, ranks, strict=True):

@@ -19,14 +19,14 @@ import numpy.typing as npt
 
 import collectives as cc
 from strategies.averaging import alike
-from strategies.averaging.alike import Fact
-from strategies.averaging.bucketed import Bucketed
-from strategies.averaging.leaf import Leaf, LeafSpec
+from strategies.averaging.alike import Fingerprint
+from strategies.averaging.bucketed import GradientBuckets
+from strategies.averaging.leaf import ParameterKey, ParameterSpec
 from strategies.averaging.overlap import Overlap
-from strategies.averaging.passes import Contribution
-from strategies.averaging.rule import OPERATION, Rule
+from strategies.averaging.passes import LocalGradient
+from strategies.averaging.rule import OPERATION, AveragingOptions
 from strategies.averaging.settings import BITS, SettingsChecksum
-from strategies.averaging.status import Exchange, Status
+from strategies.averaging.status import StepExchange, StepHeader
 from strategies.core import array_ops
 from strategies.core.agreement import raise_everywhere
 from strategies.core.sparse import Rows
@@ -71,9 +71,9 @@ class Averaging:
     def __init__(
         self,
         comm: cc.Communicator,
-        rule: Rule,
+        rule: AveragingOptions,
         settings: Callable[[], Mapping[str, Any]],
-        state: Callable[[], list[Fact]] | None = None,
+        state: Callable[[], list[Fingerprint]] | None = None,
         *,
         one_by_one: bool = False,
     ) -> None:
@@ -83,13 +83,13 @@ class Averaging:
         self.overlaps = one_by_one and _overlaps(comm, rule)
         self._compares = state is not None and rule.compare != "nothing"
         self._settings = SettingsChecksum(settings if rule.compare == "all" else dict[str, Any])
-        self._state = state if state is not None and rule.compare == "all" else list[Fact]
-        self._compared: set[LeafSpec] = set()
-        self._given: Sequence[Leaf] = ()
-        self._leaves: list[Leaf] = []
-        self._specs: list[LeafSpec] = []
-        self._exchange = Exchange(comm)
-        self._bucketed = Bucketed(comm, self._op, rule.compression)
+        self._state = state if state is not None and rule.compare == "all" else list[Fingerprint]
+        self._compared: set[ParameterKey] = set()
+        self._given: Sequence[ParameterSpec] = ()
+        self._leaves: list[ParameterSpec] = []
+        self._specs: list[ParameterKey] = []
+        self._exchange = StepExchange(comm)
+        self._bucketed = GradientBuckets(comm, self._op, rule.compression)
         self._steps = 0
         self._guessed = False  # which leaves have gradients
         self._misses = 0  # steps in a row whose early reductions were in vain
@@ -101,7 +101,7 @@ class Averaging:
         """The tensors of buckets in host memory, by their leaves; see `Bucketed`."""
         return self._bucketed.places
 
-    def expect(self, leaves: Sequence[Leaf], trained: Collection[int]) -> None:
+    def prepare(self, leaves: Sequence[ParameterSpec], trained: Collection[int]) -> None:
         """Let the gradients of the first step be reduced before it.
 
         *Collective*: all ranks, with the same leaves. It is taken that all that are trained on any
@@ -115,21 +115,21 @@ class Averaging:
         Raises:
             MismatchError: ranks differ in their parameters; on all.
         """
-        alike.compare(self.comm, OPERATION, lambda: [leaf.fact(False) for leaf in leaves])
-        self._leaves, self._exchange = list(leaves), Exchange(self.comm, len(leaves))
+        alike.compare(self.comm, OPERATION, lambda: [leaf.fingerprint(False) for leaf in leaves])
+        self._leaves, self._exchange = list(leaves), StepExchange(self.comm, len(leaves))
         marks = np.zeros(len(leaves), np.uint8)
         marks[list(trained)] = 1
         wanted = set(np.flatnonzero(self.comm.allreduce(marks, op=cc.MAX)).tolist())
         if wanted:
             self._guessed = True
-            self._make_room(wanted)
-            first = Contribution([], passes=self.rule.backward_passes_per_step)
-            self.overlap = self._early(self._scale(0.0, first), first)
+            self._allocate(wanted)
+            first = LocalGradient([], passes=self.rule.backward_passes_per_step)
+            self.overlap = self._reduce_overlapped(self._scale(0.0, first), first)
 
     def average(
         self,
-        leaves: Sequence[Leaf],
-        contribution: Contribution,
+        leaves: Sequence[ParameterSpec],
+        contribution: LocalGradient,
         unchanged: Collection[int] = (),
     ) -> list[Any]:
         """Combine the gradients of all ranks.
@@ -154,11 +154,14 @@ class Averaging:
         try:
             return self._average(leaves, contribution, unchanged)
         except Exception:
-            self._bucketed.take_back()
+            self._bucketed.restore_feedback()
             raise
 
     def _average(
-        self, leaves: Sequence[Leaf], contribution: Contribution, unchanged: Collection[int]
+        self,
+        leaves: Sequence[ParameterSpec],
+        contribution: LocalGradient,
+        unchanged: Collection[int],
     ) -> list[Any]:
         self._steps += 1
         bits = np.zeros(BITS)
@@ -170,13 +173,13 @@ class Averaging:
         reduced = [] if overlap is None else overlap.finish()
         if overlap is not None and overlap.error is not None:
             contribution = contribution._replace(error=contribution.error or overlap.error)
-        retry = overlap is None or not overlap.holds(contribution, unchanged)
-        status = self._tell(leaves, contribution, retry, bits)
+        retry = overlap is None or not overlap.matches(contribution, unchanged)
+        status = self._exchange_header(leaves, contribution, retry, bits)
         new = False
         if status.changed and not status.refused:
-            new = self._agree_on(leaves)
+            new = self._check_parameters(leaves)
             retry = retry or self._bucketed.buckets is None
-            status = self._tell(leaves, contribution, retry, bits)
+            status = self._exchange_header(leaves, contribution, retry, bits)
         if status.refused:
             raise_everywhere(contribution.error, self.comm, "apply_gradients")
         status.check(self.comm, self.rule, self._steps, [leaf.name for leaf in self._leaves])
@@ -190,24 +193,24 @@ class Averaging:
         results = self._combine(contribution.gradients, status, scale, reduced)
         self.made_dense = status.made_dense
         if self._guessed:
-            self._correct(status.dense)
+            self._reconcile(status.dense)
         # Where passes were added up before, their sum is known in the step only, on any rank.
         if self.overlaps and self._bucketed.buckets is not None and not status.apart:
-            self.overlap = self._early(scale, contribution)
+            self.overlap = self._reduce_overlapped(scale, contribution)
         return results
 
-    def _early(self, scale: float, contribution: Contribution) -> Overlap:
+    def _reduce_overlapped(self, scale: float, contribution: LocalGradient) -> Overlap:
         """Let the gradients of the next step be reduced before it."""
         return Overlap(self._bucketed.buckets, self._bucketed.members, scale, contribution)
 
     def _combine(
-        self, gradients: Sequence[Any], status: Status, scale: float, reduced: Sequence[Any]
+        self, gradients: Sequence[Any], status: StepHeader, scale: float, reduced: Sequence[Any]
     ) -> list[Any]:
         """Make the second exchange, unless all ranks have `reduced` what this step needs."""
         wanted, bucketed = status.dense, self._bucketed
         if wanted and (status.retry or not wanted <= set(bucketed.members)):
-            bucketed.take_back()
-            self._make_room(wanted)
+            bucketed.restore_feedback()
+            self._allocate(wanted)
             reduced = bucketed.reduce(
                 [gradients[i] if i in wanted else None for i in bucketed.members], scale
             )
@@ -219,14 +222,14 @@ class Averaging:
             results[i] = self._average_rows(self._leaves[i], gradients[i], scale)
         return results
 
-    def _correct(self, wanted: set[int]) -> None:
+    def _reconcile(self, wanted: set[int]) -> None:
         """Have buckets for no other leaves than those of the first step."""
         self._guessed = False
         if wanted < set(self._bucketed.members):
             self._bucketed.close()
-            self._make_room(wanted)
+            self._allocate(wanted)
 
-    def _make_room(self, wanted: set[int]) -> None:
+    def _allocate(self, wanted: set[int]) -> None:
         """Have buckets with a place for each of these leaves."""
         nbytes = self.rule.bucket_bytes or (_OVERLAPPED_BYTES if self.overlaps else None)
         self._bucketed.make(self._leaves, wanted, nbytes)
@@ -260,41 +263,41 @@ class Averaging:
             overlap.finish()
         self._bucketed.close()
 
-    def _tell(
+    def _exchange_header(
         self,
-        leaves: Sequence[Leaf],
-        contribution: Contribution,
+        leaves: Sequence[ParameterSpec],
+        contribution: LocalGradient,
         retry: bool,
         settings: npt.NDArray[np.float64],
-    ) -> Status:
+    ) -> StepHeader:
         """Make the first exchange."""
-        changed = leaves is not self._given and self._specs != [leaf.spec for leaf in leaves]
+        changed = leaves is not self._given and self._specs != [leaf.key for leaf in leaves]
         return self._exchange(
             contribution, steps=self._steps, retry=retry, changed=changed, settings=settings
         )
 
-    def _agree_on(self, leaves: Sequence[Leaf]) -> bool:
+    def _check_parameters(self, leaves: Sequence[ParameterSpec]) -> bool:
         """Compare the parameters of all ranks, and make room for them; tells if any are new."""
-        specs = [leaf.spec for leaf in leaves]
+        specs = [leaf.key for leaf in leaves]
         new = set(specs) - self._compared
         compared = new if self._compares else set()
 
-        def facts() -> list[Fact]:
+        def facts() -> list[Fingerprint]:
             own = [] if self._compared else self._facts()
-            return own + [leaf.fact(leaf.spec in compared) for leaf in leaves]
+            return own + [leaf.fingerprint(leaf.key in compared) for leaf in leaves]
 
         alike.compare(self.comm, OPERATION, facts)
-        if specs != [leaf.spec for leaf in self._leaves]:
+        if specs != [leaf.key for leaf in self._leaves]:
             self.close()
-        self._exchange = Exchange(self.comm, len(leaves))
+        self._exchange = StepExchange(self.comm, len(leaves))
         self._given, self._leaves, self._specs = leaves, list(leaves), specs
         self._compared |= new
         return bool(new)
 
-    def _facts(self) -> list[Fact]:
+    def _facts(self) -> list[Fingerprint]:
         return self._settings.facts() + self._state()
 
-    def _compare(self, leaves: Sequence[Leaf], new: bool) -> None:
+    def _compare(self, leaves: Sequence[ParameterSpec], new: bool) -> None:
         """Compare the parameters again, if it is time; where some are `new` they just were."""
         every = self.rule.compare_every
         again = every is not None and self._steps % every == 0
@@ -305,11 +308,11 @@ class Averaging:
             alike.compare(
                 self.comm,
                 OPERATION,
-                lambda: self._facts() + [leaf.fact(compared=True) for leaf in leaves],
+                lambda: self._facts() + [leaf.fingerprint(compared=True) for leaf in leaves],
                 earlier="in an earlier step",
             )
 
-    def _scale(self, examples: float, contribution: Contribution) -> float:
+    def _scale(self, examples: float, contribution: LocalGradient) -> float:
         """Return what this rank's gradients are multiplied by before they are combined."""
         if contribution.examples is not None:
             scale = contribution.weight * self.comm.size / examples
@@ -328,7 +331,7 @@ class Averaging:
             result *= self.rule.gradient_predivide_factor / self.comm.size
         return result
 
-    def _average_rows(self, leaf: Leaf, gradient: Rows | None, scale: float) -> Rows:
+    def _average_rows(self, leaf: ParameterSpec, gradient: Rows | None, scale: float) -> Rows:
         if gradient is None:
             indices, values = np.empty(0, np.int64), leaf.like[:0]
         else:
@@ -341,7 +344,7 @@ class Averaging:
         return Rows(found, self._finish(rows))
 
 
-def _overlaps(comm: cc.Communicator, rule: Rule) -> bool:
+def _overlaps(comm: cc.Communicator, rule: AveragingOptions) -> bool:
     """Tell whether gradients are to be reduced before the step; on all ranks or on none.
 
     On one node the exchange takes less time than a second thread takes from the backward pass:

@@ -21,7 +21,7 @@ from strategies.core.pytree import (
     map_leaves,
     named_leaves,
     registered,
-    state_of,
+    state_dict_of,
     value_of,
 )
 
@@ -77,8 +77,8 @@ def broadcast_parameters(
     def prepare() -> tuple[Any, list[str]]:
         _check_root(root, comm, "broadcast_parameters")
         given = list(parameters) if isinstance(parameters, Iterator) else parameters
-        leaves = list(named_leaves(state_of(given)))
-        facts = [_described(name, leaf) for name, leaf in leaves]
+        leaves = list(named_leaves(state_dict_of(given)))
+        facts = [_describe(name, leaf) for name, leaf in leaves]
         extra = extra_states(given) if is_module(given) else {}
         own = {}
         if comm.rank == root:
@@ -86,10 +86,10 @@ def broadcast_parameters(
         return (given, leaves, extra, own), [f"root {root}", *facts, *extra]
 
     given, leaves, extra, own = agreement.compare(comm, "broadcast_parameters", prepare)
-    received = {name: _received(leaf, root, comm) for name, leaf in leaves}
+    received = {name: _receive(leaf, root, comm) for name, leaf in leaves}
     if extra:
         _set_extra(comm.broadcast_object(own, root), extra, root, comm)
-    return given if is_module(given) else _rebuilt(given, "", received)
+    return given if is_module(given) else _rebuild(given, "", received)
 
 
 def _set_extra(
@@ -165,7 +165,7 @@ def _check_root(root: int, comm: cc.Communicator, say: str) -> None:
         raise ValueError(f"{say}: no such root, expected 0 .. {comm.size - 1}, got {root!r}")
 
 
-def _described(name: str, leaf: Any) -> str:
+def _describe(name: str, leaf: Any) -> str:
     value = value_of(leaf)
     if isinstance(value, (bool, int, float, complex)):
         return f"{name}: {type(value).__name__}"
@@ -178,7 +178,7 @@ def _described(name: str, leaf: Any) -> str:
     return f"{name}: {what} of shape {tuple(value.shape)}"
 
 
-def _received(leaf: Any, root: int, comm: cc.Communicator) -> Any:
+def _receive(leaf: Any, root: int, comm: cc.Communicator) -> Any:
     value = value_of(leaf)
     kind = key_kind(value)
     if kind is not None:
@@ -200,22 +200,22 @@ def _is_writable(value: Any) -> bool:
     return not hasattr(value, "at")
 
 
-def _rebuilt(node: Any, name: str, received: Mapping[str, Any]) -> Any:
+def _rebuild(node: Any, name: str, received: Mapping[str, Any]) -> Any:
     """Make the same structure of the leaves received."""
     if node is None:
         return None
     if is_pair(node):
-        return node[0], _rebuilt(node[1], f"{name}/{node[0]}", received)
+        return node[0], _rebuild(node[1], f"{name}/{node[0]}", received)
     if isinstance(node, dict):
-        return {key: _rebuilt(child, f"{name}/{key}", received) for key, child in node.items()}
+        return {key: _rebuild(child, f"{name}/{key}", received) for key, child in node.items()}
     if isinstance(node, (list, tuple)):
-        made = [_rebuilt(child, f"{name}/{i}", received) for i, child in enumerate(node)]
+        made = [_rebuild(child, f"{name}/{i}", received) for i, child in enumerate(node)]
         return type(node)(*made) if hasattr(node, "_fields") else type(node)(made)
     parts = registered(node)
     if parts is None:
         return received[name[1:] or WHOLE]
     children, tree = parts
-    made = [_rebuilt(child, f"{name}/{i}", received) for i, child in enumerate(children)]
+    made = [_rebuild(child, f"{name}/{i}", received) for i, child in enumerate(children)]
     return sys.modules["jax"].tree_util.tree_unflatten(tree, made)
 
 

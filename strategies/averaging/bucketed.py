@@ -7,12 +7,12 @@ from typing import Any
 
 import collectives as cc
 from strategies.averaging import placing
-from strategies.averaging.leaf import Leaf
+from strategies.averaging.leaf import ParameterSpec
 
-__all__ = ["Bucketed"]
+__all__ = ["GradientBuckets"]
 
 
-class Bucketed:
+class GradientBuckets:
     """Places for gradients, made as they are first needed; *collective*, as all that it does.
 
     Args:
@@ -33,7 +33,9 @@ class Bucketed:
         self.members: list[int] = []
         self.places: dict[int, Any] = {}
 
-    def make(self, leaves: Sequence[Leaf], wanted: set[int], bucket_bytes: int | None) -> None:
+    def make(
+        self, leaves: Sequence[ParameterSpec], wanted: set[int], bucket_bytes: int | None
+    ) -> None:
         """Have a place for each of the leaves that are wanted, and for those that have one.
 
         Args:
@@ -63,16 +65,16 @@ class Bucketed:
         views = self.buckets.views
         try:
             # They are written bucket by bucket, each while it is in the caches.
-            hosts = placing.hosts(gradients, views, scale)
+            hosts = placing.host_views(gradients, views, scale)
             if hosts is None:
                 for view, gradient in zip(views, gradients, strict=True):
-                    placing.put(view, gradient, scale)
+                    placing.copy_into(view, gradient, scale)
         except Exception as error:  # for which the other ranks must not wait
             self.buckets.end_by(error)
             raise
         return self.buckets.allreduce(hosts, scale=1.0 if hosts is None else scale)
 
-    def take_back(self) -> None:
+    def restore_feedback(self) -> None:
         """Forget what roundings of gradients have left over whose average is not used."""
         if self.buckets is not None:
             self.buckets.take_back()

@@ -5,15 +5,15 @@ from __future__ import annotations
 from typing import Any, NamedTuple
 
 from strategies.averaging import alike
-from strategies.averaging.alike import Fact
+from strategies.averaging.alike import Fingerprint
 from strategies.core import array_ops
 
-__all__ = ["Leaf", "LeafSpec"]
+__all__ = ["ParameterSpec", "ParameterKey"]
 
-LeafSpec = tuple[str, tuple[int, ...], str, tuple[int, ...] | None]
+ParameterKey = tuple[str, tuple[int, ...], str, tuple[int, ...] | None]
 
 
-class Leaf(NamedTuple):
+class ParameterSpec(NamedTuple):
     """One parameter.
 
     Attributes:
@@ -32,7 +32,7 @@ class Leaf(NamedTuple):
     like: Any
 
     @classmethod
-    def of(cls, name: str, array: Any) -> Leaf:
+    def of(cls, name: str, array: Any) -> ParameterSpec:
         """Return the leaf of a parameter that is this array."""
         strides = None
         if hasattr(array, "is_contiguous") and not array.is_contiguous():
@@ -40,7 +40,7 @@ class Leaf(NamedTuple):
         return cls(name, tuple(array.shape), array_ops.dtype_name(array), strides, array)
 
     @property
-    def spec(self) -> LeafSpec:
+    def key(self) -> ParameterKey:
         """Name, shape, dtype and strides, which must be equal on all ranks."""
         return self[:4]
 
@@ -48,6 +48,6 @@ class Leaf(NamedTuple):
         strides = "" if self.strides is None else f" with strides {self.strides}"
         return f"{self.name}: {self.dtype} of shape {self.shape}{strides}"
 
-    def fact(self, compared: bool) -> Fact:
+    def fingerprint(self, compared: bool) -> Fingerprint:
         """Say what it is, and what it holds if that is compared, too."""
-        return Fact("parameter", str(self), alike.checksum(self.like) if compared else "")
+        return Fingerprint("parameter", str(self), alike.checksum(self.like) if compared else "")

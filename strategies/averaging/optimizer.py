@@ -9,14 +9,14 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 import collectives as cc
-from strategies.averaging.alike import Fact, facts_of_optimizer, settings_of
+from strategies.averaging.alike import Fingerprint, fingerprints_of_optimizer, settings_of
 from strategies.averaging.averaging import Averaging
-from strategies.averaging.leaf import Leaf
-from strategies.averaging.passes import Passes
-from strategies.averaging.rule import Rule
+from strategies.averaging.leaf import ParameterSpec
+from strategies.averaging.passes import GradientAccumulator
+from strategies.averaging.rule import AveragingOptions
 from strategies.core import gradient_sums
 from strategies.core.array_ops import is_array
-from strategies.core.sparse import Rows, fitted
+from strategies.core.sparse import Rows, checked_rows
 from strategies.optimizers.pairs import is_variable, refuse_jax, split
 from strategies.replicas import context
 
@@ -65,16 +65,18 @@ class AveragingOptimizer:
         self,
         optimizer: ArrayOptimizer,
         comm: cc.Communicator,
-        rule: Rule,
+        rule: AveragingOptions,
         settings: Callable[[], Mapping[str, Any]] | None = None,
     ) -> None:
         self.optimizer = optimizer
         self.comm = comm
         self._rule = rule
         self._settings = settings or partial(settings_of, optimizer)
-        self._state = list[Fact] if settings else partial(facts_of_optimizer, optimizer)
+        self._state = (
+            list[Fingerprint] if settings else partial(fingerprints_of_optimizer, optimizer)
+        )
         self._averaging = self._begin(comm)
-        self._passes = Passes(rule.backward_passes_per_step)
+        self._passes = GradientAccumulator(rule.backward_passes_per_step)
 
     def __reduce__(self) -> tuple[Any, ...]:
         return identity, (self.optimizer,)
@@ -114,7 +116,7 @@ class AveragingOptimizer:
             top.strategy.apply_gradients(self, grads_and_vars, examples=examples)
             return
         error: Exception | None = None
-        leaves: list[Leaf] = []
+        leaves: list[ParameterSpec] = []
         gradients: Sequence[Any] = []
         variables: list[Any] = []
         try:
@@ -162,7 +164,7 @@ def identity(optimizer: T) -> T:
     return optimizer
 
 
-def _leaf(variable: Any, position: int) -> Leaf:
+def _leaf(variable: Any, position: int) -> ParameterSpec:
     named = is_variable(variable)
     value = variable.value if named else variable
     name = variable.name if named else f"unnamed, position {position}"
@@ -173,7 +175,7 @@ def _leaf(variable: Any, position: int) -> Leaf:
         )
     if not hasattr(variable, "settle"):
         refuse_jax(value, "apply_gradients", f"variable: {name}")
-    return Leaf.of(name, value)
+    return ParameterSpec.of(name, value)
 
 
 def like_variables(pairs: Iterable[Pair]) -> list[Pair]:
@@ -190,11 +192,11 @@ def like_variables(pairs: Iterable[Pair]) -> list[Pair]:
     return found
 
 
-def _fitting(gradient: Any, leaf: Leaf) -> Any:
+def _fitting(gradient: Any, leaf: ParameterSpec) -> Any:
     """Return a gradient as an array that can be written into its bucket, or None."""
     if gradient is None:
         return None
     if not is_array(gradient) and not isinstance(gradient, Rows):
         gradient = np.asarray(gradient)
     where = f"variable: {leaf.name}"
-    return fitted(gradient, leaf.shape, leaf.dtype, "apply_gradients", where, cast=True)
+    return checked_rows(gradient, leaf.shape, leaf.dtype, "apply_gradients", where, cast=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import collectives as cc
 from strategies.averaging import placing
-from strategies.averaging.passes import Contribution
+from strategies.averaging.passes import LocalGradient
 
 __all__ = ["Overlap"]
 
@@ -39,7 +39,7 @@ class Overlap:
     """
 
     def __init__(
-        self, buckets: Any, positions: Sequence[int], scale: float, like: Contribution
+        self, buckets: Any, positions: Sequence[int], scale: float, like: LocalGradient
     ) -> None:
         self.error: Exception | None = None
         self._misplaced: Exception | None = None
@@ -52,11 +52,11 @@ class Overlap:
         self._begun: set[int] = set()
         self._twice = False
 
-    def expects(self, position: int) -> bool:
+    def is_prepared(self, position: int) -> bool:
         """Whether there is a place for the gradient of a leaf."""
         return position in self._places
 
-    def lies_in_place(self, position: int, gradient: Any) -> bool:
+    def in_bucket(self, position: int, gradient: Any) -> bool:
         """Whether a tensor is the memory of its own place, where the result will be."""
         if position not in self._places:
             return False
@@ -98,7 +98,7 @@ class Overlap:
                 self.error = error
         return []
 
-    def holds(self, contribution: Contribution, unchanged: Collection[int]) -> bool:
+    def matches(self, contribution: LocalGradient, unchanged: Collection[int]) -> bool:
         """Whether this rank's gradients are those that were reduced, with the right scale.
 
         Args:
@@ -118,7 +118,7 @@ class Overlap:
         if self.error is None:
             place = self._places[position]
             try:
-                placing.put(self._views[place], gradient, self._scale)
+                placing.copy_into(self._views[place], gradient, self._scale)
             except Exception as error:  # of which the other ranks learn with the step
                 self.error = self._misplaced = error
                 return
@@ -128,6 +128,6 @@ class Overlap:
                 self.error = error
 
 
-def _facts(contribution: Contribution) -> tuple[Any, ...]:
+def _facts(contribution: LocalGradient) -> tuple[Any, ...]:
     """Return what the scale of a contribution depends on."""
     return contribution.weight, contribution.examples, contribution.passes

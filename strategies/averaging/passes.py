@@ -7,10 +7,10 @@ from typing import Any, NamedTuple
 
 from strategies.core import gradient_sums
 
-__all__ = ["Contribution", "Passes"]
+__all__ = ["LocalGradient", "GradientAccumulator"]
 
 
-class Contribution(NamedTuple):
+class LocalGradient(NamedTuple):
     """What one rank brings to a step.
 
     Attributes:
@@ -33,7 +33,7 @@ class Contribution(NamedTuple):
     made_dense: Collection[int] = ()
 
 
-class Passes:
+class GradientAccumulator:
     """Adds up the gradients of `wanted` backward passes on this rank, which make a step."""
 
     def __init__(self, wanted: int) -> None:
@@ -55,7 +55,7 @@ class Passes:
         error: Exception | None = None,
         count: int = 1,
         complete: bool = False,
-    ) -> Contribution | None:
+    ) -> LocalGradient | None:
         """Take in the gradients of `count` passes; gives the contribution if these are enough.
 
         They are, too, if they are said to be `complete`. An error, whatever it is, is kept until
@@ -75,7 +75,9 @@ class Passes:
             self._examples = None if examples is None else (self._examples or 0) + examples
             # Sums over examples would not fit a bucket of 16 bits, means do.
             means = (
-                [gradient_sums.over(s, self._examples or 1) for s in self._sums] if complete else []
+                [gradient_sums.divided(s, self._examples or 1) for s in self._sums]
+                if complete
+                else []
             )
         except Exception as caught:
             self._error = self._error or caught
@@ -88,7 +90,7 @@ class Passes:
             given = gradients if weight else [None] * len(gradients)  # NaN, maybe, over no rows
         else:
             weight, given = self._examples or 1, means
-        whole = Contribution(given, weight, self._examples, self.count, self._error, alone)
+        whole = LocalGradient(given, weight, self._examples, self.count, self._error, alone)
         self.clear()
         return whole
 

@@ -10,17 +10,17 @@ import numpy.typing as npt
 
 from strategies.core import array_ops
 
-__all__ = ["host", "hosts", "put"]
+__all__ = ["host_view", "host_views", "copy_into"]
 
 Array = npt.NDArray[Any]
 
 
-def host(gradient: Any, view: Array) -> Array:
+def host_view(gradient: Any, view: Array) -> Array:
     """See a gradient in host memory, in the dtype of its place."""
-    return array_ops.fetched(gradient).astype(view.dtype, casting="same_kind", copy=False)
+    return array_ops.to_host(gradient).astype(view.dtype, casting="same_kind", copy=False)
 
 
-def hosts(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> list[Any] | None:
+def host_views(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> list[Any] | None:
     """See gradients in host memory, if NumPy brings all of them to their places as fast as any.
 
     Not tensors of a device, nor those of 16 bits that are to be scaled, which PyTorch does better;
@@ -39,7 +39,7 @@ def hosts(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> list[
             seen.append(None)
             idle = False
         elif isinstance(view, np.ndarray):
-            seen.append(host(gradient, view))
+            seen.append(host_view(gradient, view))
             idle = False
         else:
             memory = array_ops.host(gradient)
@@ -60,12 +60,12 @@ def _constant(gradient: Any) -> Any:
     return gradient.detach() if hasattr(gradient, "detach") else gradient
 
 
-def put(view: Any, gradient: Any, scale: float) -> None:
+def copy_into(view: Any, gradient: Any, scale: float) -> None:
     """Write `scale * gradient` into its place, an array of NumPy or a tensor; None counts as 0."""
     if gradient is None:
         view[...] = 0
     elif isinstance(view, np.ndarray):
-        np.multiply(host(gradient, view), scale, out=view, casting="same_kind")
+        np.multiply(host_view(gradient, view), scale, out=view, casting="same_kind")
     else:
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient.detach())

@@ -9,7 +9,7 @@ from typing import Any, NamedTuple
 import collectives as cc
 from strategies.averaging.alike import settings_of
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer, like_variables
-from strategies.averaging.rule import Rule
+from strategies.averaging.rule import AveragingOptions
 from strategies.core import array_ops, gradient_sums
 from strategies.core.sparse import Rows
 from strategies.errors import InvalidArgumentError
@@ -17,10 +17,10 @@ from strategies.optimizers.pairs import split
 from strategies.replicas import reductions
 from strategies.replicas.context import ReplicaStrategy
 
-__all__ = ["Gradients", "Optimizers", "combine"]
+__all__ = ["ReplicaGradients", "ReplicaOptimizers", "mean_over_replicas"]
 
 
-class Gradients(NamedTuple):
+class ReplicaGradients(NamedTuple):
     """The gradients of one replica, or of all replicas of a process.
 
     Attributes:
@@ -32,7 +32,9 @@ class Gradients(NamedTuple):
     examples: float | None
 
     @classmethod
-    def of(cls, grads_and_vars: Iterable[tuple[Any, Any]], examples: float | None) -> Gradients:
+    def of(
+        cls, grads_and_vars: Iterable[tuple[Any, Any]], examples: float | None
+    ) -> ReplicaGradients:
         """Take what a user gives.
 
         Raises:
@@ -44,7 +46,9 @@ class Gradients(NamedTuple):
         return cls(pairs, examples)
 
 
-def combine(replicas: Sequence[Gradients], memory: gradient_sums.Memory | None = None) -> Gradients:
+def mean_over_replicas(
+    replicas: Sequence[ReplicaGradients], memory: gradient_sums.SumBuffers | None = None
+) -> ReplicaGradients:
     """Average the gradients of this process's replicas, weighted by their examples.
 
     A gradient of None counts as zero, unless all replicas have None.
@@ -69,29 +73,29 @@ def combine(replicas: Sequence[Gradients], memory: gradient_sums.Memory | None =
     for place, (_, variable) in enumerate(replicas[0].pairs):
         column = [replica.pairs[place][0] for replica in replicas]
         pairs.append((_mean(column, weights, _name(variable), memory), variable))
-    return Gradients(pairs, None if replicas[0].examples is None else sum(weights))
+    return ReplicaGradients(pairs, None if replicas[0].examples is None else sum(weights))
 
 
-class Optimizers:
+class ReplicaOptimizers:
     """Updates the variables of a strategy by the gradients of all its replicas."""
 
     def __init__(self, strategy: ReplicaStrategy) -> None:
         self._strategy = strategy
         # By its id, each with what averages over the ranks before it.
         self._averaging: dict[int, AveragingOptimizer] = {}
-        self._memory = gradient_sums.Memory()
+        self._memory = gradient_sums.SumBuffers()
 
-    def apply(self, optimizer: Any, replicas: Sequence[Gradients]) -> None:
+    def apply(self, optimizer: Any, replicas: Sequence[ReplicaGradients]) -> None:
         """Update the variables once; *collective*, in the cross-replica context."""
         ranks = self._strategy.ranks
 
-        def local() -> Gradients:
+        def local() -> ReplicaGradients:
             _check_kind(optimizer)
-            own = combine(replicas, self._memory)
+            own = mean_over_replicas(replicas, self._memory)
             _check_owner(self._strategy, own.pairs)
             return own
 
-        own = ranks.prepared("apply_gradients", local)
+        own = ranks.run_then_agree("apply_gradients", local)
         if isinstance(optimizer, AveragingOptimizer):
             optimizer.apply_gradients(own.pairs, examples=own.examples)
         elif ranks.size > 1:
@@ -106,7 +110,7 @@ class Optimizers:
         if id(optimizer) not in self._averaging:
             ranks = self._strategy.ranks
             assert ranks.comm is not None
-            rule = Rule(
+            rule = AveragingOptions(
                 compression=ranks.options.compression or cc.NONE,
                 bucket_bytes=ranks.options.bytes_per_pack or None,
             )
@@ -162,7 +166,7 @@ def _check_owner(strategy: ReplicaStrategy, pairs: Sequence[tuple[Any, Any]]) ->
 
 
 def _mean(
-    column: list[Any], weights: list[float], name: str, memory: gradient_sums.Memory | None
+    column: list[Any], weights: list[float], name: str, memory: gradient_sums.SumBuffers | None
 ) -> Any:
     """Average the gradients of one variable."""
     given = [
@@ -193,8 +197,8 @@ def _mean(
 def _beside(first: Any, gradient: Any) -> Any:
     """Bring a gradient to the device of another one."""
     if isinstance(gradient, Rows):
-        return Rows(gradient.indices, array_ops.near(first.values, gradient.values))
-    return array_ops.near(first, gradient)
+        return Rows(gradient.indices, array_ops.to_device_of(first.values, gradient.values))
+    return array_ops.to_device_of(first, gradient)
 
 
 def _name(variable: Any) -> str:

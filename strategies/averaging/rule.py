@@ -10,7 +10,7 @@ import collectives as cc
 from strategies.averaging.alike import Compare
 from strategies.core.validation import choice, integer
 
-__all__ = ["OPERATION", "Early", "Rule"]
+__all__ = ["OPERATION", "Early", "AveragingOptions"]
 
 OPERATION = "DistributedOptimizer"
 """Whose choice it is, in errors."""
@@ -20,7 +20,7 @@ Early = bool | Literal["auto"]
 
 
 @dataclass(frozen=True)
-class Rule:
+class AveragingOptions:
     """How gradients are combined; see `strategies.DistributedOptimizer` for the fields."""
 
     op: Any = cc.MEAN

@@ -10,7 +10,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strategies.averaging import alike
-from strategies.averaging.alike import Fact
+from strategies.averaging.alike import Fingerprint
 
 __all__ = ["BITS", "SettingsChecksum"]
 
@@ -49,7 +49,7 @@ class SettingsChecksum:
             self._bits = np.unpackbits(crc.view(np.uint8)).astype(np.float64)
         return self._bits
 
-    def facts(self) -> list[Fact]:
+    def facts(self) -> list[Fingerprint]:
         """Describe the settings that `checksum` read last."""
         return [alike.setting(name, value) for name, value in self._values.items()]
 

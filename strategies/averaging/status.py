@@ -9,12 +9,12 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies.averaging.passes import Contribution
-from strategies.averaging.rule import Rule
+from strategies.averaging.passes import LocalGradient
+from strategies.averaging.rule import AveragingOptions
 from strategies.averaging.settings import BITS
 from strategies.core.sparse import Rows
 
-__all__ = ["Exchange", "Status"]
+__all__ = ["StepExchange", "StepHeader"]
 
 # Positions in the array that all ranks add up. Two numbers follow for each leaf: of ranks with a
 # gradient; and of ranks with a sparse one, plus `_MADE` times that of ranks that made one dense.
@@ -29,7 +29,7 @@ _TURN = 1 << 12
 _MADE = 1 << 20  # above any number of ranks; its sums are exact in float64
 
 
-class Status:
+class StepHeader:
     """What the ranks have told each other; the same on all of them.
 
     Attributes:
@@ -59,7 +59,9 @@ class Status:
         self.sparse: list[int] = np.flatnonzero(self._rows > 0).tolist()
         self.made_dense: list[int] = np.flatnonzero(made > 0).tolist()
 
-    def check(self, comm: cc.Communicator, rule: Rule, steps: int, names: Sequence[str]) -> None:
+    def check(
+        self, comm: cc.Communicator, rule: AveragingOptions, steps: int, names: Sequence[str]
+    ) -> None:
         """Find what is wrong in the sums; the same on all ranks.
 
         Args:
@@ -96,7 +98,7 @@ class Status:
                 )
 
 
-class Exchange:
+class StepExchange:
     """The sums of the ranks of one group about some leaves; made by all of them together.
 
     Args:
@@ -111,13 +113,13 @@ class Exchange:
 
     def __call__(
         self,
-        contribution: Contribution,
+        contribution: LocalGradient,
         *,
         steps: int,
         retry: bool,
         changed: bool,
         settings: npt.NDArray[np.float64],
-    ) -> Status:
+    ) -> StepHeader:
         """Tell all ranks of this one, and learn of them; *collective*.
 
         Args:
@@ -145,4 +147,4 @@ class Exchange:
             sums[middle:] = [isinstance(g, Rows) for g in contribution.gradients]
             sums[[middle + i for i in contribution.made_dense]] = _MADE
         self._reduce()
-        return Status(sums.copy(), self._size)
+        return StepHeader(sums.copy(), self._size)

@@ -8,7 +8,7 @@ import threading
 import time
 from collections.abc import Callable
 
-__all__ = ["Background"]
+__all__ = ["AsyncWriter"]
 
 
 # Where ranks fill the cores, the program goes first: a lower priority, and rests of this many times
@@ -20,7 +20,7 @@ _RESTS = 3.0
 _LONGEST_REST = 0.1  # seconds: a device that is slow is not made slower
 
 
-class Background:
+class AsyncWriter:
     """A thread that does one piece of work; whoever waits for it gets its error.
 
     At the end of the program Python waits for the thread, so that what was begun is finished.
@@ -50,7 +50,7 @@ class Background:
         self._thread = threading.Thread(target=run, name="unisono-checkpoint")
         self._thread.start()
 
-    def rest(self) -> None:
+    def throttle(self) -> None:
         """In the work, after a piece of it: leave the core to the program, unless it waits."""
         worked = time.perf_counter() - self._rested
         self._awaited.wait(min(_RESTS * worked, _LONGEST_REST))

@@ -17,7 +17,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import Any, NamedTuple
 
-__all__ = ["Box", "Slice", "check_tiles", "inside", "lies_in", "overlap", "rows", "whole"]
+__all__ = ["Box", "Slice", "check_tiles", "inside", "contains", "overlap", "split", "whole"]
 
 
 class Box(NamedTuple):
@@ -57,7 +57,7 @@ class Slice:
     def __post_init__(self) -> None:
         object.__setattr__(self, "start", tuple(map(int, self.start)))
         object.__setattr__(self, "shape", tuple(map(int, self.shape)))
-        if not lies_in(self.box, self.shape):
+        if not contains(self.box, self.shape):
             raise ValueError(
                 f"Slice: expected an array that lies inside of the whole one, got shape "
                 f"{self.box.shape} from {self.start} on, of {self.shape}"
@@ -98,7 +98,7 @@ def inside(box: Box, outer: Box) -> tuple[Any, ...]:
     return (*index, ...)  # without the last, an array of no dimensions would give a number
 
 
-def rows(box: Box, count: int) -> list[Box]:
+def split(box: Box, count: int) -> list[Box]:
     """Cut a box along its first axis that is longer than 1, so that each part lies in one run.
 
     Args:
@@ -131,7 +131,7 @@ def check_tiles(shape: Sequence[int], boxes: Sequence[Box]) -> None:
         ValueError: a box is not inside, two overlap, or elements are missing.
     """
     for box in boxes:
-        if not lies_in(box, shape):
+        if not contains(box, shape):
             raise ValueError(f"a slice does not lie inside of {list(shape)}, got {_text(box)}")
     if not boxes:
         raise ValueError("there is no slice of it")
@@ -159,7 +159,7 @@ def _check_apart(boxes: Sequence[Box], axis: int) -> None:
         open_.append(box)
 
 
-def lies_in(box: Box, shape: Sequence[int]) -> bool:
+def contains(box: Box, shape: Sequence[int]) -> bool:
     """Whether an array of a shape has all elements of a box."""
     return len(box.start) == len(box.shape) == len(shape) and all(
         first >= 0 and extent >= 0 and first + extent <= end

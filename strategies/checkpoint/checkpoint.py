@@ -25,24 +25,24 @@ import numpy.typing as npt
 from strategies import errors
 from strategies.checkpoint import manifest, shards, transaction
 from strategies.checkpoint.boxes import Box, Slice, inside, whole
-from strategies.checkpoint.checkpoint_listing import best, choose, latest, name_of, places
+from strategies.checkpoint.checkpoint_listing import best, latest, list_steps, name_of, select
 from strategies.checkpoint.manifest import Manifest, SliceEntry, TensorEntry
-from strategies.checkpoint.retention import Rules
-from strategies.checkpoint.shards import Piece, Target, Targets
-from strategies.checkpoint.storage import Location, explained, located
-from strategies.checkpoint.transaction import Writing
-from strategies.checkpoint.write_plan import Holding, writers
+from strategies.checkpoint.retention import RetentionPolicy
+from strategies.checkpoint.shards import NamedSlice, Target, Targets
+from strategies.checkpoint.storage import Location, explained, resolve
+from strategies.checkpoint.transaction import CheckpointTransaction
+from strategies.checkpoint.write_plan import HeldPart, assign_writers
 
 __all__ = [
     "Checkpoint",
-    "Draft",
+    "PreparedCheckpoint",
     "Written",
     "best",
-    "finish",
+    "commit",
     "latest",
     "name_of",
-    "pieces",
-    "places",
+    "slices_of_rank",
+    "list_steps",
     "prepare",
     "read",
     "read_all",
@@ -50,7 +50,7 @@ __all__ = [
     "save",
     "verify",
     "write_alone",
-    "write_part",
+    "write_shard",
 ]
 
 
@@ -102,10 +102,10 @@ def save(
         UnavailableError: what is behind the URL cannot be reached.
         ImportError: a URL, and fsspec is not installed.
     """
-    draft = prepare(tensors, step=step, metadata=metadata, rules=Rules(keep))
-    root = located(directory)
+    draft = prepare(tensors, step=step, metadata=metadata, rules=RetentionPolicy(keep))
+    root = resolve(directory)
     with transaction.locked(root):
-        return write_alone(root, draft, pieces(draft))
+        return write_alone(root, draft, slices_of_rank(draft))
 
 
 def restore(directory: str | os.PathLike[str], *, step: int | None = None) -> Checkpoint:
@@ -122,9 +122,9 @@ def restore(directory: str | os.PathLike[str], *, step: int | None = None) -> Ch
         FailedPreconditionError: written by a newer version of the library, or not readable.
         ResourceExhaustedError: the tensors do not fit in memory.
     """
-    root = located(directory)
+    root = resolve(directory)
     with explained("restore", root):
-        path = choose(root, step)
+        path = select(root, step)
     plan, tensors = read_all(path)
     return Checkpoint(plan.step, tensors, dict(plan.metadata), path)
 
@@ -154,7 +154,7 @@ def verify(path: str | os.PathLike[str]) -> None:
     Raises:
         OpError: as `restore`.
     """
-    place = located(path)
+    place = resolve(path)
     with explained("verify", place):
         read(place, manifest.read(place), None)
 
@@ -184,7 +184,7 @@ def read(path: Location, plan: Manifest, targets: Targets | None) -> None:
 
 
 @dataclass(frozen=True)
-class Draft:
+class PreparedCheckpoint:
     """A checkpoint that has been checked but not written: all of it can be stored.
 
     Attributes:
@@ -195,14 +195,14 @@ class Draft:
     slices: dict[str, Slice]
     step: int
     metadata: dict[str, Any]
-    rules: Rules
+    rules: RetentionPolicy
     world_size: int
     metric: float | None
 
-    def held(self) -> dict[str, Holding]:
+    def held(self) -> dict[str, HeldPart]:
         """Say what this rank has, for `sharing.writers`."""
         return {
-            name: Holding(part.array.dtype.name, part.array.itemsize, part.shape, part.box)
+            name: HeldPart(part.array.dtype.name, part.array.itemsize, part.shape, part.box)
             for name, part in self.slices.items()
         }
 
@@ -228,10 +228,10 @@ def prepare(
     *,
     step: int,
     metadata: Mapping[str, Any] | None,
-    rules: Rules,
+    rules: RetentionPolicy,
     metric: float | None = None,
     world_size: int = 1,
-) -> Draft:
+) -> PreparedCheckpoint:
     """Check the arguments of `save` before anything touches the disk.
 
     A metric that is not a finite number, such as the loss of a run that diverges, counts as none.
@@ -250,7 +250,7 @@ def prepare(
     if metric is not None:
         metric = _metric(metric)
     copied = manifest.json_copy(metadata)
-    return Draft(slices, int(step), copied, rules, world_size, metric)
+    return PreparedCheckpoint(slices, int(step), copied, rules, world_size, metric)
 
 
 def _metric(given: Any) -> float | None:
@@ -263,7 +263,9 @@ def _metric(given: Any) -> float | None:
     return metric if math.isfinite(metric) else None
 
 
-def pieces(draft: Draft, share: Iterable[tuple[str, Box]] | None = None) -> list[Piece]:
+def slices_of_rank(
+    draft: PreparedCheckpoint, share: Iterable[tuple[str, Box]] | None = None
+) -> list[NamedSlice]:
     """Return the arrays that a rank writes, as views where they lie in one run.
 
     Args:
@@ -276,7 +278,7 @@ def pieces(draft: Draft, share: Iterable[tuple[str, Box]] | None = None) -> list
     found = []
     if share is None:
         try:
-            (share,) = writers([draft.held()])
+            (share,) = assign_writers([draft.held()])
         except errors.InvalidArgumentError as error:
             raise errors.InvalidArgumentError(
                 f"{error}. Where ranks have parts, make the manager with sharded=True"
@@ -284,15 +286,15 @@ def pieces(draft: Draft, share: Iterable[tuple[str, Box]] | None = None) -> list
     for name, box in share:
         part = draft.slices[name]
         array = np.asarray(part.array[inside(box, part.box)], order="C").reshape(box.shape)
-        found.append(Piece(name, part.shape, box, array))
+        found.append(NamedSlice(name, part.shape, box, array))
     return found
 
 
-def write_part(
+def write_shard(
     part: Location,
     suffix: str,
     rank: int,
-    given: list[Piece],
+    given: list[NamedSlice],
     job: str = "rank",
     rest: Callable[[], object] | None = None,
 ) -> Written:
@@ -317,7 +319,11 @@ def write_part(
     return Written(name, nbytes, shapes, entries)
 
 
-def finish(begun: Writing, draft: Draft, write: Callable[[Writing], list[Written]]) -> Location:
+def commit(
+    begun: CheckpointTransaction,
+    draft: PreparedCheckpoint,
+    write: Callable[[CheckpointTransaction], list[Written]],
+) -> Location:
     """Have the files of a checkpoint written, complete it, and delete what need not stay.
 
     Args:
@@ -340,17 +346,22 @@ def finish(begun: Writing, draft: Draft, write: Callable[[Writing], list[Written
 
 
 def write_alone(
-    root: Location, draft: Draft, given: list[Piece], rest: Callable[[], object] | None = None
+    root: Location,
+    draft: PreparedCheckpoint,
+    given: list[NamedSlice],
+    rest: Callable[[], object] | None = None,
 ) -> Location:
     """Write a checkpoint in one file; the caller holds the right to write in the directory."""
 
-    def write(begun: Writing) -> list[Written]:
-        return [write_part(begun.part, begun.suffix, 0, given, rest=rest)]
+    def write(begun: CheckpointTransaction) -> list[Written]:
+        return [write_shard(begun.part, begun.suffix, 0, given, rest=rest)]
 
-    return finish(transaction.begin(root, draft.step), draft, write)
+    return commit(transaction.begin(root, draft.step), draft, write)
 
 
-def _plan(begun: Writing, draft: Draft, written: list[Written]) -> Manifest:
+def _plan(
+    begun: CheckpointTransaction, draft: PreparedCheckpoint, written: list[Written]
+) -> Manifest:
     """Return what the manifest says."""
     slices: dict[str, list[SliceEntry]] = {name: [] for name in draft.slices}
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}

@@ -14,9 +14,9 @@ import re
 from strategies import errors
 from strategies.checkpoint import manifest, retention
 from strategies.checkpoint.retention import Best
-from strategies.checkpoint.storage import Location, Url, exists, explained, folders, located
+from strategies.checkpoint.storage import Location, StorageUrl, exists, explained, folders, resolve
 
-__all__ = ["DIRECTORY_NAME", "best", "choose", "complete", "latest", "name_of", "places"]
+__all__ = ["DIRECTORY_NAME", "best", "select", "complete", "latest", "name_of", "list_steps"]
 
 _log = logging.getLogger(__name__)
 DIRECTORY_NAME = re.compile(r"(?:\.old-)?step-(\d{6,15})")  # 15 digits: `manifest.MAX_STEP`
@@ -27,7 +27,7 @@ def name_of(step: int) -> str:
     return f"step-{step:06d}"
 
 
-def places(directory: str | os.PathLike[str]) -> list[Location]:
+def list_steps(directory: str | os.PathLike[str]) -> list[Location]:
     """Return the checkpoints of a directory in the order of their steps, complete or not.
 
     Args:
@@ -36,9 +36,9 @@ def places(directory: str | os.PathLike[str]) -> list[Location]:
     Raises:
         NotFoundError: there is none.
     """
-    root = located(directory)
+    root = resolve(directory)
     with explained("places", root):
-        if _is_one(root):
+        if _is_checkpoint(root):
             return [root]
         candidates = _candidates(root)
     if not candidates:
@@ -48,7 +48,7 @@ def places(directory: str | os.PathLike[str]) -> list[Location]:
 
 def latest(directory: str | os.PathLike[str]) -> Location | None:
     """Find the newest complete checkpoint: manifest in order, all files there at full length."""
-    root = located(directory)
+    root = resolve(directory)
     with explained("latest", root):
         found = complete(root) if exists(root) else []
     newest = max(found, key=lambda item: (item[1].sequence, item[1].step), default=None)
@@ -65,20 +65,20 @@ def best(directory: str | os.PathLike[str], best: Best) -> Location | None:
     Returns:
         None where no checkpoint has a metric.
     """
-    root = located(directory)
+    root = resolve(directory)
     with explained("best", root):
         found = {plan.step: (path, plan) for path, plan in complete(root)} if exists(root) else {}
     chosen = retention.best_of(best, [plan for _, plan in found.values()])
     return None if chosen is None else found[chosen.step][0]
 
 
-def choose(root: Location, step: int | None) -> Location:
+def select(root: Location, step: int | None) -> Location:
     """Find the checkpoint that is meant, in a directory or as it is.
 
     Raises:
         NotFoundError: there is none.
     """
-    if step is None and _is_one(root):
+    if step is None and _is_checkpoint(root):
         return root
     candidates = _candidates(root)
     path = candidates.get(step) if step is not None else latest(root)
@@ -96,7 +96,7 @@ def complete(root: Location) -> list[tuple[Location, manifest.Manifest]]:
     """Give the complete checkpoints of the directory."""
     found = []
     for step, path in _candidates(root).items():
-        if isinstance(path, Url) and not exists(path / manifest.NAME):
+        if isinstance(path, StorageUrl) and not exists(path / manifest.NAME):
             continue  # one that is being written, or that died
         try:
             plan = manifest.read(path)
@@ -110,10 +110,10 @@ def complete(root: Location) -> list[tuple[Location, manifest.Manifest]]:
     return found
 
 
-def _is_one(root: Location) -> bool:
+def _is_checkpoint(root: Location) -> bool:
     """Whether the directory is a checkpoint, by its name or its content."""
     named = DIRECTORY_NAME.fullmatch(root.name) is not None
-    if isinstance(root, Url):
+    if isinstance(root, StorageUrl):
         return named or exists(root / manifest.NAME)
     return (named and root.is_dir()) or (root / manifest.NAME).exists()
 

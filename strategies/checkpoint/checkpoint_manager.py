@@ -20,18 +20,18 @@ from strategies.checkpoint import (
     sharded_writing,
     write_plan,
 )
-from strategies.checkpoint.async_writer import Background
+from strategies.checkpoint.async_writer import AsyncWriter
 from strategies.checkpoint.atomic_io import DirectoryLock
 from strategies.checkpoint.boxes import Slice
-from strategies.checkpoint.checkpoint import Draft
+from strategies.checkpoint.checkpoint import PreparedCheckpoint
 from strategies.checkpoint.checkpoint_listing import name_of
 from strategies.checkpoint.manifest import Manifest
 from strategies.checkpoint.read_plan import Wanted
-from strategies.checkpoint.retention import Best, Rules
-from strategies.checkpoint.shards import Piece
-from strategies.checkpoint.storage import Location, Url, located
+from strategies.checkpoint.retention import Best, RetentionPolicy
+from strategies.checkpoint.shards import NamedSlice
+from strategies.checkpoint.storage import Location, StorageUrl, resolve
 from strategies.core.agreement import first_difference
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 
 __all__ = ["CheckpointManager"]
 
@@ -86,15 +86,15 @@ class CheckpointManager:
         background: bool = False,
         sharded: bool = False,
     ) -> None:
-        self._directory = located(directory)
+        self._directory = resolve(directory)
         self._comm = comm
-        self._ranks = Ranks(comm)
-        self._rules = Rules(keep, keep_every_n_hours, best)
-        self._background = Background() if background else None
+        self._ranks = ProcessGroup(comm)
+        self._rules = RetentionPolicy(keep, keep_every_n_hours, best)
+        self._background = AsyncWriter() if background else None
         self._copies: dict[Any, npt.NDArray[Any]] = {}
         self._lock: DirectoryLock | None = None
         self._sharded = sharded and comm is not None and comm.size > 1
-        self._crew: sharded_writing.Crew | None = None
+        self._crew: sharded_writing.WriterGroup | None = None
 
     @property
     def comm(self) -> cc.Communicator | None:
@@ -146,7 +146,7 @@ class CheckpointManager:
             MismatchError: sharded, and `step` differs among the ranks; on all ranks.
         """
 
-        def prepared() -> Draft:
+        def prepared() -> PreparedCheckpoint:
             size = 1 if self._comm is None else self._comm.size
             return checkpoint.prepare(
                 tensors,
@@ -163,33 +163,33 @@ class CheckpointManager:
         def write() -> Location:
             draft = prepared()
             self._claim()
-            given = checkpoint.pieces(draft)
+            given = checkpoint.slices_of_rank(draft)
             if self._background is None:
                 return checkpoint.write_alone(self._directory, draft, given)
             copied = self._copy_arrays(given)
-            rest = self._background.rest
+            rest = self._background.throttle
             self._behind(lambda: checkpoint.write_alone(self._directory, draft, copied, rest))
             return self._directory / name_of(draft.step)
 
         return self._on_rank_0("save", write)
 
-    def _save_together(self, prepared: Callable[[], Draft]) -> Location:
+    def _save_together(self, prepared: Callable[[], PreparedCheckpoint]) -> Location:
         """Settle who writes what, and let each rank write its part."""
         comm = self._comm
         assert comm is not None
 
-        draft = self._ranks.prepared("save: prepare", prepared)
+        draft = self._ranks.run_then_agree("save: prepare", prepared)
         self._on_rank_0("save", self._claim)  # after what is in the background
-        crew = self._crew = self._crew or sharded_writing.Crew(comm)
+        crew = self._crew = self._crew or sharded_writing.WriterGroup(comm)
         gathered = comm.allgather_object((draft.step, draft.held()))
         difference = first_difference(comm, "save", [[f"step {step}"] for step, _ in gathered])
         if difference is not None:
             raise comm.raised_by_all(cc.MismatchError(difference))
-        share = write_plan.writers([held for _, held in gathered])[comm.rank]
-        number, given = crew.next(), checkpoint.pieces(draft, share)
+        share = write_plan.assign_writers([held for _, held in gathered])[comm.rank]
+        number, given = crew.next(), checkpoint.slices_of_rank(draft, share)
         if self._background is not None:
-            given = self._ranks.prepared("save: copy", lambda: self._copy_arrays(given))
-            rest = self._background.rest
+            given = self._ranks.run_then_agree("save: copy", lambda: self._copy_arrays(given))
+            rest = self._background.throttle
             self._behind(
                 (lambda: crew.follow(given, number, rest))
                 if comm.rank
@@ -230,10 +230,10 @@ class CheckpointManager:
         whole: dict[str, npt.NDArray[Any]] = {}
 
         def find() -> tuple[Location, Manifest] | None:
-            place = checkpoint.latest(self._directory) if path is None else located(path)
+            place = checkpoint.latest(self._directory) if path is None else resolve(path)
             if place is None:
                 return None
-            place = checkpoint_listing.choose(place, None)
+            place = checkpoint_listing.select(place, None)
             if self._sharded:
                 return place, manifest.read(place)
             plan, tensors = checkpoint.read_all(place)
@@ -244,12 +244,14 @@ class CheckpointManager:
         if found is None:
             return None
         place, plan = found
-        wanted = self._ranks.prepared("restore: slices", lambda: read_plan.wanted(slices, plan))
+        wanted = self._ranks.run_then_agree(
+            "restore: slices", lambda: read_plan.plan_reads(slices, plan)
+        )
         if self._sharded:
             assert self._comm is not None
             tensors = read_plan.read_together(self._comm, place, plan, wanted)
         else:
-            tensors = read_plan.share_out(self._comm, plan, whole)
+            tensors = read_plan.distribute(self._comm, plan, whole)
             tensors = read_plan.parts(tensors, wanted, plan)
         return checkpoint.Checkpoint(plan.step, tensors, dict(plan.metadata), place)
 
@@ -321,10 +323,10 @@ class CheckpointManager:
 
     def _claim(self) -> None:
         """Take the directory for this job, on rank 0."""
-        if self._lock is None and not isinstance(self._directory, Url):
+        if self._lock is None and not isinstance(self._directory, StorageUrl):
             self._lock = DirectoryLock(self._directory)
 
-    def _copy_arrays(self, given: list[Piece]) -> list[Piece]:
+    def _copy_arrays(self, given: list[NamedSlice]) -> list[NamedSlice]:
         """Copy the arrays, into memory of the save before where that fits."""
         old, copies = self._copies, {}
         for piece in given:

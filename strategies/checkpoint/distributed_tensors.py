@@ -12,7 +12,7 @@ from typing import Any
 from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.boxes import Box, Slice
 
-__all__ = ["Parts", "like", "slice_of"]
+__all__ = ["PartialReads", "dtensor_like", "slice_of"]
 
 
 def slice_of(thing: Any) -> Slice | None:
@@ -44,7 +44,7 @@ def slice_of(thing: Any) -> Slice | None:
     return Slice(local, tuple(start), tuple(thing.shape))
 
 
-def like(tensor: Any, local: Any) -> Any:
+def dtensor_like(tensor: Any, local: Any) -> Any:
     """Make a distributed tensor of this rank's part, cut as another one is."""
     made = local.to(tensor.to_local().device)
     return type(tensor).from_local(
@@ -57,7 +57,7 @@ def like(tensor: Any, local: Any) -> Any:
     )
 
 
-class Parts:
+class PartialReads:
     """Which arrays of a checkpoint this rank wants only in part, by what its program has.
 
     Args:
@@ -85,7 +85,7 @@ class Parts:
         return None if part is None or part.shape != shape else part.box
 
     def _look(self, thing: Any, name: str) -> None:
-        kind = kinds.kind_of(thing)
+        kind = kinds.protocol_of(thing)
         if kind is not None:
             if kind.methods[0] == "state_dict":
                 self._look_at_state(thing, name)

@@ -13,7 +13,7 @@ import numpy as np
 
 from strategies import errors
 from strategies.checkpoint import checkpoint, manifest
-from strategies.checkpoint.storage import Location, located
+from strategies.checkpoint.storage import Location, resolve
 
 __all__ = ["diff", "show", "verify"]
 
@@ -26,8 +26,8 @@ def show(path: str | os.PathLike[str]) -> Iterator[str]:
     Raises:
         OpError: as `checkpoint.restore`.
     """
-    places = checkpoint.places(path)
-    if [located(path)] != places:
+    places = checkpoint.list_steps(path)
+    if [resolve(path)] != places:
         yield f"{'checkpoint':<20} {'written':<19} {'metric':>10} {'arrays':>7} {'bytes':>14}"
         for place in places:
             plan = manifest.read(place)
@@ -37,7 +37,7 @@ def show(path: str | os.PathLike[str]) -> Iterator[str]:
                 f"{sum(plan.files.values()):>14,}"
             )
         return
-    plan = manifest.read(located(path))
+    plan = manifest.read(resolve(path))
     yield f"step      {plan.step}"
     yield f"written   {_time(plan.written)} by {plan.world_size} ranks"
     if plan.metric is not None:
@@ -59,7 +59,7 @@ def verify(path: str | os.PathLike[str]) -> Iterator[tuple[Location, errors.OpEr
     Raises:
         OpError: there is no such checkpoint.
     """
-    for place in checkpoint.places(path):
+    for place in checkpoint.list_steps(path):
         try:
             checkpoint.verify(place)
         except errors.OpError as error:

@@ -16,14 +16,14 @@ import numpy.typing as npt
 import collectives as cc
 from strategies import errors
 from strategies.checkpoint import checkpoint, shards
-from strategies.checkpoint.boxes import Box, inside, lies_in, whole
+from strategies.checkpoint.boxes import Box, contains, inside, whole
 from strategies.checkpoint.manifest import DTYPES, Manifest
 from strategies.checkpoint.shards import Target
 from strategies.checkpoint.storage import Location
 from strategies.checkpoint.write_plan import least_loaded
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 
-__all__ = ["Wanted", "parts", "read_together", "share_out", "wanted"]
+__all__ = ["Wanted", "parts", "read_together", "distribute", "plan_reads"]
 
 Arrays = dict[str, npt.NDArray[Any]]
 
@@ -32,7 +32,7 @@ Wanted = Mapping[str, Box] | Callable[[str, tuple[int, ...]], Box | None]
 """Tensor name -> the elements that a rank wants; or a function of name and shape."""
 
 
-def wanted(slices: Wanted | None, plan: Manifest) -> dict[str, Box]:
+def plan_reads(slices: Wanted | None, plan: Manifest) -> dict[str, Box]:
     """Return of which tensors of a checkpoint a rank wants only a part, and which.
 
     Raises:
@@ -48,7 +48,7 @@ def wanted(slices: Wanted | None, plan: Manifest) -> dict[str, Box]:
             box = slices(name, entry.shape)
         if box is None:
             continue
-        if not lies_in(box, entry.shape):
+        if not contains(box, entry.shape):
             raise errors.InvalidArgumentError(
                 f"restore: expected a slice inside of {list(entry.shape)}, got {list(box.shape)} "
                 f"from {list(box.start)} on (tensor: {name})"
@@ -97,14 +97,14 @@ def read_together(
         checkpoint.read(path, plan, targets)
         return found
 
-    found = Ranks(comm).prepared("restore: read", read)
+    found = ProcessGroup(comm).run_then_agree("restore: read", read)
     for (name, box), size, reader in zip(pieces, sizes, readers, strict=True):
         if size:
             _give(comm, found[name], box, reader)
     return found
 
 
-def share_out(
+def distribute(
     comm: cc.Communicator | None, plan: Manifest, read: Mapping[str, npt.NDArray[Any]]
 ) -> Arrays:
     """Give all ranks the tensors that rank 0 has read; *collective*."""

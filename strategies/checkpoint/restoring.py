@@ -15,22 +15,22 @@ import collectives as cc
 from strategies import errors
 from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.boxes import Slice
-from strategies.checkpoint.distributed_tensors import Parts, like, slice_of
+from strategies.checkpoint.distributed_tensors import PartialReads, dtensor_like, slice_of
 from strategies.checkpoint.serialization import Arrays
 from strategies.core import array_ops
 
-__all__ = ["Put", "put_back"]
+__all__ = ["Put", "restore_into"]
 
 Put = Callable[[], None]
 """Changes one thing."""
 
 
-def put_back(
+def restore_into(
     nodes: Mapping[str, Any],
     stored: Arrays,
     things: Mapping[str, Any],
     comm: cc.Communicator | None,
-    parts: Parts,
+    parts: PartialReads,
     *,
     place: int | None = None,
 ) -> tuple[dict[str, Any], list[Put]]:
@@ -57,7 +57,7 @@ def put_back(
     """
     if place is None:
         place = 0 if comm is None else comm.rank
-    back = _Back(stored, comm, parts, place)
+    back = _Restorer(stored, comm, parts, place)
     new = {}
     for name, thing in things.items():
         if name not in nodes:
@@ -76,11 +76,11 @@ def put_back(
     return new, back.puts
 
 
-class _Back:
+class _Restorer:
     """One way back: `puts` are the changes that it will take."""
 
     def __init__(
-        self, stored: Arrays, comm: cc.Communicator | None, parts: Parts, place: int
+        self, stored: Arrays, comm: cc.Communicator | None, parts: PartialReads, place: int
     ) -> None:
         self.puts: list[Put] = []
         self._parts = parts
@@ -90,7 +90,7 @@ class _Back:
 
     def thing(self, node: Any, live: Any, name: str) -> Any:
         """Give what stands where `live` does, from what the file holds."""
-        kind = kinds.kind_of(live)
+        kind = kinds.protocol_of(live)
         if kind is not None:
             self._load(kind, node, live)
             return live
@@ -104,10 +104,10 @@ class _Back:
             return self._mapping(node, live, name)
         parts = kinds.parts_of(live)
         if parts is None:
-            raise _differs(name, type(live).__name__, _said(node))
+            raise _differs(name, type(live).__name__, _describe(node))
         ((tag, nodes),) = node.items() if isinstance(node, dict) else [("plain", [])]
         if tag not in ("list", "tuple") or len(nodes) != len(parts):
-            raise _differs(name, f"{type(live).__name__} of {len(parts)}", _said(node))
+            raise _differs(name, f"{type(live).__name__} of {len(parts)}", _describe(node))
         label = kinds.labels(live)
         made = [
             self.thing(part, old, f"{name}/{label(index)}")
@@ -128,7 +128,7 @@ class _Back:
         if tag == "array":
             return self._new_array(*content)
         if tag == "key":
-            return kinds.as_key(self._named(content[0]), content[1])
+            return kinds.as_key(self._name(content[0]), content[1])
         if tag == "float":
             return float(content)
         if tag == "bytes":
@@ -136,13 +136,13 @@ class _Back:
         raise ValueError(f"unknown tag {tag!r}")
 
     def _new_array(self, name: str, library: str) -> Any:
-        made = kinds.in_library(self._named(name), library)
+        made = kinds.from_host(self._name(name), library)
         there = self._parts.of(name)
         part = None if there is None or isinstance(there, Slice) else slice_of(there)
         # What else belongs to a parameter, such as the number of its updates, is whole.
-        return made if part is None or made.shape != part.array.shape else like(there, made)
+        return made if part is None or made.shape != part.array.shape else dtensor_like(there, made)
 
-    def _load(self, kind: kinds.Kind, node: Any, live: Any) -> None:
+    def _load(self, kind: kinds.StateProtocol, node: Any, live: Any) -> None:
         if (node := self._of_rank(node)) is None:
             return
         state = self.value(node)
@@ -162,7 +162,7 @@ class _Back:
 
     def _mapping(self, node: Any, live: Mapping[Any, Any], name: str) -> Any:
         if not isinstance(node, dict) or "dict" not in node:
-            raise _differs(name, "a dict", _said(node))
+            raise _differs(name, "a dict", _describe(node))
         nodes = {self.value(key): value for key, value in node["dict"]}
         if nodes.keys() != live.keys():
             raise _differs(name, f"keys {list(live)}", f"keys {list(nodes)}")
@@ -176,11 +176,11 @@ class _Back:
             return live
         if kind is not None or (isinstance(node, dict) and "key" in node):
             if not isinstance(node, dict) or node.get("key", [0, 0])[1] != kind:
-                raise _differs(name, f"a random key of kind {kind}", _said(node))
+                raise _differs(name, f"a random key of kind {kind}", _describe(node))
             return self.value(node)
         if not isinstance(node, dict) or "array" not in node:
-            raise _differs(name, "an array", _said(node))
-        array = self._named(node["array"][0])
+            raise _differs(name, "an array", _describe(node))
+        array = self._name(node["array"][0])
         part = slice_of(live)
         if part is not None:
             self._array(node, part.array, name)
@@ -196,15 +196,15 @@ class _Back:
         if library == "jax":
             return kinds.beside(array, live)
         if library == "scalar" or not getattr(getattr(live, "flags", None), "writeable", True):
-            return kinds.in_library(array, library)
+            return kinds.from_host(array, library)
 
         def put() -> None:
-            live[...] = array_ops.beside(live, array)
+            live[...] = array_ops.on_same_device(live, array)
 
         self.puts.append(put)
         return live
 
-    def _named(self, name: str) -> Any:
+    def _name(self, name: str) -> Any:
         return self._stored[name]
 
 
@@ -214,7 +214,7 @@ def _differs(name: str, expected: str, got: str) -> errors.InvalidArgumentError:
     )
 
 
-def _said(node: Any) -> str:
+def _describe(node: Any) -> str:
     """Say what a node stands for, without its content."""
     if not isinstance(node, dict):
         return type(node).__name__

@@ -9,7 +9,7 @@ from typing import Literal
 from strategies.checkpoint.manifest import Manifest
 from strategies.core.validation import choice, number
 
-__all__ = ["Best", "Rules", "best_of", "surplus"]
+__all__ = ["Best", "RetentionPolicy", "best_of", "to_delete"]
 
 Best = Literal["min", "max"]
 """Whether the lowest or the highest metric is the best."""
@@ -18,7 +18,7 @@ _HOUR = 3600.0  # seconds
 
 
 @dataclass(frozen=True)
-class Rules:
+class RetentionPolicy:
     """What stays.
 
     Attributes:
@@ -44,7 +44,7 @@ class Rules:
             raise ValueError("CheckpointManager: expected keep_every_n_hours above 0, got 0")
 
 
-def surplus(rules: Rules, others: Iterable[Manifest], new: Manifest) -> list[int]:
+def to_delete(rules: RetentionPolicy, others: Iterable[Manifest], new: Manifest) -> list[int]:
     """Return the steps of the checkpoints that need not stay, those written first in front.
 
     Never one of a higher step than the new one: that belongs to a run that somebody went back from.
@@ -66,7 +66,7 @@ def surplus(rules: Rules, others: Iterable[Manifest], new: Manifest) -> list[int
     if rules.best is not None and (best := best_of(rules.best, plans)) is not None:
         stay.add(best.step)
     if rules.every_n_hours is not None:
-        stay |= _spread(plans, rules.every_n_hours * _HOUR)
+        stay |= _kept_by_time(plans, rules.every_n_hours * _HOUR)
     return [step for step in older[: max(0, len(older) + 1 - rules.keep)] if step not in stay]
 
 
@@ -79,7 +79,7 @@ def best_of(best: Best, plans: Sequence[Manifest]) -> Manifest | None:
     return min(scored, key=lambda item: item[:2])[2] if scored else None
 
 
-def _spread(plans: Sequence[Manifest], seconds: float) -> set[int]:
+def _kept_by_time(plans: Sequence[Manifest], seconds: float) -> set[int]:
     """Return the steps of those that stay by time; the same ones when others have gone.
 
     A clock that goes back takes none of them away.

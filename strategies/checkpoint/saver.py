@@ -10,10 +10,10 @@ from strategies import errors
 from strategies.checkpoint import serialization
 from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.checkpoint_manager import CheckpointManager
-from strategies.checkpoint.distributed_tensors import Parts
-from strategies.checkpoint.restoring import Put, put_back
+from strategies.checkpoint.distributed_tensors import PartialReads
+from strategies.checkpoint.restoring import Put, restore_into
 from strategies.checkpoint.storage import Location
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 
 __all__ = ["Saver"]
 
@@ -64,7 +64,7 @@ class Saver:
                 f"is an argument of save, got {', '.join(things) or 'nothing to save'}"
             )
         self._checkpoints = checkpoints
-        self._ranks = Ranks(checkpoints.comm)
+        self._ranks = ProcessGroup(checkpoints.comm)
         self._things = things
 
     @property
@@ -82,7 +82,7 @@ class Saver:
 
     def arrays(self) -> Iterator[Any]:
         """Give the arrays of all things as they are, one after the other."""
-        yield from serialization.collect(self._things, None)[0].values()
+        yield from serialization.serialize(self._things, None)[0].values()
 
     def save(self, step: int, /, *, metric: float | None = None, **new: Any) -> Location:
         """Write a checkpoint of all things as they are now.
@@ -109,12 +109,12 @@ class Saver:
                     f"given, {', '.join(self._things)}"
                 )
             self._things |= new
-            found, nodes = serialization.collect(self._things, self._ranks.comm)
+            found, nodes = serialization.serialize(self._things, self._ranks.comm)
             if self._ranks.rank and not self._checkpoints.sharded:
                 return {}, {}  # rank 0 writes
-            return {name: kinds.hosted(array) for name, array in found.items()}, nodes
+            return {name: kinds.to_host(array) for name, array in found.items()}, nodes
 
-        tensors, nodes = self._ranks.prepared("save: collect", collected)
+        tensors, nodes = self._ranks.run_then_agree("save: collect", collected)
         metadata = {_THINGS: nodes}
         return self._checkpoints.save(tensors, step=step, metadata=metadata, metric=metric)
 
@@ -137,7 +137,7 @@ class Saver:
             Exception: what a thing's own method answers, such as that of a module with layers of
                 other sizes; things may have changed. All errors are raised on all ranks.
         """
-        parts = self._ranks.prepared("restore: look", lambda: Parts(self._things))
+        parts = self._ranks.run_then_agree("restore: look", lambda: PartialReads(self._things))
         found = self._checkpoints.restore_or_none(path, slices=parts.box)
         if found is None:
             return None
@@ -149,13 +149,13 @@ class Saver:
                     f"restore: not a checkpoint of Saver, expected {_THINGS!r} in its metadata, "
                     f"got {list(found.metadata)} (checkpoint: {found.path})"
                 )
-            return put_back(nodes, found.tensors, self._things, self._ranks.comm, parts)
+            return restore_into(nodes, found.tensors, self._things, self._ranks.comm, parts)
 
         def change() -> None:
             for put in puts:
                 put()
 
-        new, puts = self._ranks.prepared("restore: compare", compared)
-        self._ranks.prepared("restore: change", change)
+        new, puts = self._ranks.run_then_agree("restore: compare", compared)
+        self._ranks.run_then_agree("restore: change", change)
         self._things |= new
         return found.step

@@ -27,13 +27,13 @@ from strategies.checkpoint.boxes import Slice
 from strategies.checkpoint.distributed_tensors import slice_of
 from strategies.core import array_ops
 
-__all__ = ["Arrays", "collect"]
+__all__ = ["Arrays", "serialize"]
 
 Arrays = dict[str, Any]
 """Name -> array of any library, or this rank's `Slice` of a larger one."""
 
 
-def collect(things: Mapping[str, Any], comm: cc.Communicator | None) -> tuple[Arrays, Any]:
+def serialize(things: Mapping[str, Any], comm: cc.Communicator | None) -> tuple[Arrays, Any]:
     """Give what a checkpoint has to hold: arrays by name, and a JSON object.
 
     *Collective*.
@@ -45,31 +45,31 @@ def collect(things: Mapping[str, Any], comm: cc.Communicator | None) -> tuple[Ar
         InvalidArgumentError: there is something that no file can hold, or two arrays get one name.
     """
     found: Arrays = {}
-    nodes = {name: _node(thing, name, found, comm) for name, thing in things.items()}
+    nodes = {name: _encode(thing, name, found, comm) for name, thing in things.items()}
     return found, nodes
 
 
-def _node(thing: Any, name: str, found: Arrays, comm: cc.Communicator | None) -> Any:
+def _encode(thing: Any, name: str, found: Arrays, comm: cc.Communicator | None) -> Any:
     """Put the arrays of a thing into `found`, and give the rest as JSON."""
-    kind = kinds.kind_of(thing)
+    kind = kinds.protocol_of(thing)
     if kind is not None and kind.of_rank:
         return _node_of_ranks(kind.state(thing, comm), name, found, comm)
     if kinds.key_kind(thing) is not None:
         return _node_of_ranks(thing, name, found, comm)
     if kind is not None:
-        return _node(kind.state(thing, comm), name, found, comm)
+        return _encode(kind.state(thing, comm), name, found, comm)
     if array_ops.is_array(thing) or isinstance(thing, Slice):
         return _node_of_array(thing, name, found)
     if isinstance(thing, Mapping):
         pairs = [
-            [_node(key, name, {}, None), _node(value, f"{name}/{key}", found, comm)]
+            [_encode(key, name, {}, None), _encode(value, f"{name}/{key}", found, comm)]
             for key, value in thing.items()
         ]
         return {"dict": pairs}
     if (parts := kinds.parts_of(thing)) is not None:
         label = kinds.labels(thing)
         nodes = [
-            _node(part, f"{name}/{label(index)}", found, comm) for index, part in enumerate(parts)
+            _encode(part, f"{name}/{label(index)}", found, comm) for index, part in enumerate(parts)
         ]
         return {"list" if isinstance(thing, list) else "tuple": nodes}
     return _plain(thing, name)
@@ -112,18 +112,18 @@ def _node_of_ranks(state: Any, name: str, found: Arrays, comm: cc.Communicator |
     if kinds.key_kind(state) is not None:
         node = _node_of_array(state, name, mine)
     else:
-        node = _node(state, name, mine, None)
+        node = _encode(state, name, mine, None)
     if comm is None or comm.size == 1:
         found |= mine
         return node
-    mine = {place: np.asarray(kinds.hosted(array)) for place, array in mine.items()}
+    mine = {place: np.asarray(kinds.to_host(array)) for place, array in mine.items()}
     every = comm.allgather_object((node, mine))
     if all(_same(other, every[0]) for other in every):
         found |= every[0][1]
         return node
     nodes = []
     for rank, (node, theirs) in enumerate(every):
-        nodes.append(_renamed(node, name, f"{name}/rank-{rank}"))
+        nodes.append(_rename(node, name, f"{name}/rank-{rank}"))
         found |= {f"{name}/rank-{rank}{place[len(name) :]}": x for place, x in theirs.items()}
     return {"ranks": nodes}
 
@@ -133,13 +133,13 @@ def _same(one: tuple[Any, Arrays], other: tuple[Any, Arrays]) -> bool:
     return same and one[0] == other[0]
 
 
-def _renamed(node: Any, old: str, new: str) -> Any:
+def _rename(node: Any, old: str, new: str) -> Any:
     """Give a node whose arrays have names that begin in another way."""
     if isinstance(node, list):
-        return [_renamed(part, old, new) for part in node]
+        return [_rename(part, old, new) for part in node]
     if not isinstance(node, dict):
         return node
     for tag in node.keys() & {"array", "key"}:
         place, what = node[tag]
         return {tag: [new + place[len(old) :], what]}
-    return {tag: _renamed(part, old, new) for tag, part in node.items()}
+    return {tag: _rename(part, old, new) for tag, part in node.items()}

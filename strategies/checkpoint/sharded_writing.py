@@ -19,19 +19,19 @@ from typing import Any
 import collectives as cc
 from strategies import errors
 from strategies.checkpoint import checkpoint, transaction
-from strategies.checkpoint.checkpoint import Draft, Written
-from strategies.checkpoint.shards import Piece
+from strategies.checkpoint.checkpoint import PreparedCheckpoint, Written
+from strategies.checkpoint.shards import NamedSlice
 from strategies.checkpoint.storage import Location
-from strategies.checkpoint.transaction import Writing
+from strategies.checkpoint.transaction import CheckpointTransaction
 
-__all__ = ["Crew", "error_of"]
+__all__ = ["WriterGroup", "error_of"]
 
 # Seconds that rank 0 waits for a rank to write its part. A dead rank is found at once, so that this
 # ends only what hangs in the file system.
 _LIMIT = 3600.0
 
 
-class _Line:
+class _WriterChannel:
     """The communicator of the crews among some ranks, and how many crews there have been."""
 
     def __init__(self, comm: cc.Communicator) -> None:
@@ -41,10 +41,10 @@ class _Line:
         self.crews = 0
 
 
-_lines: weakref.WeakKeyDictionary[cc.Communicator, _Line] = weakref.WeakKeyDictionary()
+_lines: weakref.WeakKeyDictionary[cc.Communicator, _WriterChannel] = weakref.WeakKeyDictionary()
 
 
-class Crew:
+class WriterGroup:
     """The ranks that write the checkpoints of one manager.
 
     Args:
@@ -53,7 +53,7 @@ class Crew:
 
     def __init__(self, comm: cc.Communicator) -> None:
         if comm not in _lines:
-            _lines[comm] = _Line(comm)
+            _lines[comm] = _WriterChannel(comm)
         line = _lines[comm]
         line.crews += 1
         self._comm = line.comm
@@ -70,8 +70,8 @@ class Crew:
     def lead(
         self,
         root: Location,
-        draft: Draft,
-        given: list[Piece],
+        draft: PreparedCheckpoint,
+        given: list[NamedSlice],
         number: int,
         rest: Callable[[], object] | None = None,
     ) -> Location:
@@ -82,13 +82,13 @@ class Crew:
         """
         told = False
 
-        def write(begun: Writing) -> list[Written]:
+        def write(begun: CheckpointTransaction) -> list[Written]:
             nonlocal told
             told = True
             self._tell((begun.part, begun.suffix), number)
             error: BaseException | None = None
             try:
-                written = [checkpoint.write_part(begun.part, begun.suffix, 0, given, rest=rest)]
+                written = [checkpoint.write_shard(begun.part, begun.suffix, 0, given, rest=rest)]
             except BaseException as caught:
                 error = caught
             reports = [
@@ -104,13 +104,13 @@ class Crew:
             return written
 
         try:
-            return checkpoint.finish(transaction.begin(root, draft.step), draft, write)
+            return checkpoint.commit(transaction.begin(root, draft.step), draft, write)
         finally:
             if not told:
                 self._tell(None, number)
 
     def follow(
-        self, given: list[Piece], number: int, rest: Callable[[], object] | None = None
+        self, given: list[NamedSlice], number: int, rest: Callable[[], object] | None = None
     ) -> None:
         """On other ranks: write this rank's part, and report to rank 0.
 
@@ -123,7 +123,7 @@ class Crew:
                 return
             part, suffix = place
             rank = self._comm.rank
-            report: Any = "", checkpoint.write_part(part, suffix, rank, given, rest=rest)
+            report: Any = "", checkpoint.write_shard(part, suffix, rank, given, rest=rest)
         except BaseException as error:
             self._comm.send_object((type(error).__name__, str(error)), 0, tag=number)
             raise

@@ -34,7 +34,7 @@ from strategies.checkpoint.manifest import (
 from strategies.checkpoint.storage import Location, length, opened
 from strategies.core import array_ops
 
-__all__ = ["Piece", "Target", "Targets", "as_bytes", "as_slices", "empty", "read", "write"]
+__all__ = ["NamedSlice", "Target", "Targets", "as_bytes", "as_slices", "empty", "read", "write"]
 
 # Bytes written, read and added to a checksum at a time: still in the caches of the core when they
 # are added, and few enough calls that a thread in the background seldom asks for Python's lock.
@@ -47,7 +47,7 @@ _WORDS = {"bool": "BOOL", "complex64": "C64", "bfloat16": "BF16"}
 Array = npt.NDArray[Any]
 
 
-class Piece(NamedTuple):
+class NamedSlice(NamedTuple):
     """A slice on its way into a file.
 
     Attributes:
@@ -135,7 +135,7 @@ def empty(name: str, shape: tuple[int, ...], dtype: str) -> Array:
 def write(
     put: Callable[[Any], object],
     file: str,
-    pieces: Sequence[Piece],
+    pieces: Sequence[NamedSlice],
     rest: Callable[[], object] | None = None,
 ) -> tuple[int, list[tuple[str, SliceEntry]]]:
     """Write the slices.

@@ -20,15 +20,15 @@ from strategies.core import pytree
 
 __all__ = [
     "KINDS",
-    "Kind",
+    "StateProtocol",
     "as_key",
     "beside",
-    "hosted",
-    "in_library",
+    "to_host",
+    "from_host",
     "into_tensor",
     "key_data",
     "key_kind",
-    "kind_of",
+    "protocol_of",
     "labels",
     "library_of",
     "like",
@@ -36,7 +36,7 @@ __all__ = [
 ]
 
 
-class Kind(NamedTuple):
+class StateProtocol(NamedTuple):
     """How things of one kind give their state, and take it back.
 
     Attributes:
@@ -54,45 +54,45 @@ class Kind(NamedTuple):
 
 KINDS = {
     # Before those with a `state_dict`, which an input may have beside, of its own rank alone.
-    "input": Kind(
+    "input": StateProtocol(
         ("state", "load_state"),
         lambda thing, comm: thing.state(comm),
         lambda thing, state, comm: thing.load_state(state),
     ),
-    "module, optimizer or schedule": Kind(
+    "module, optimizer or schedule": StateProtocol(
         ("state_dict", "load_state_dict"),
         lambda thing, comm: thing.state_dict(),
         lambda thing, state, comm: thing.load_state_dict(state),
     ),
-    "pipeline": Kind(
+    "pipeline": StateProtocol(
         ("state", "go_on"),
         lambda thing, comm: thing.state(comm),
         lambda thing, state, comm: thing.go_on(state, comm),
     ),
-    "variable": Kind(
+    "variable": StateProtocol(
         ("value", "assign"),
         lambda thing, comm: thing.value,
         lambda thing, state, comm: thing.assign(state),
     ),
-    "variable on a task": Kind(
+    "variable on a task": StateProtocol(
         ("read", "assign", "scatter_add"),
         lambda thing, comm: thing.read().value,
         # One variable for all ranks, which wait for each other after this.
         lambda thing, state, comm: thing.assign(state) if not comm or comm.rank == 0 else None,
     ),
-    "generator of NumPy": Kind(
+    "generator of NumPy": StateProtocol(
         ("bit_generator",),
         lambda thing, comm: thing.bit_generator.state,
         lambda thing, state, comm: setattr(thing.bit_generator, "state", state),
         of_rank=True,
     ),
-    "generator of PyTorch, or RandomState": Kind(
+    "generator of PyTorch, or RandomState": StateProtocol(
         ("get_state", "set_state"),
         lambda thing, comm: thing.get_state(),
         lambda thing, state, comm: thing.set_state(state),
         of_rank=True,
     ),
-    "generator of Python": Kind(
+    "generator of Python": StateProtocol(
         ("getstate", "setstate"),
         lambda thing, comm: _words_of(thing),
         lambda thing, state, comm: thing.setstate((state[0], tuple(state[1].tolist()), state[2])),
@@ -107,7 +107,7 @@ def _words_of(generator: Any) -> Any:
     return version, np.array(words, np.uint32), gauss
 
 
-def kind_of(thing: Any) -> Kind | None:
+def protocol_of(thing: Any) -> StateProtocol | None:
     """Say of which kind a thing is; None where it has no state of its own."""
     # Of the class: to ask a variable for its value may be a collective operation.
     owner = thing if isinstance(thing, ModuleType) else type(thing)
@@ -117,10 +117,10 @@ def kind_of(thing: Any) -> Kind | None:
     )
 
 
-def hosted(array: Any) -> Any:
+def to_host(array: Any) -> Any:
     """Give an array in host memory: the same one where it is there already."""
     if isinstance(array, Slice):
-        return Slice(hosted(array.array), array.start, array.shape)
+        return Slice(to_host(array.array), array.start, array.shape)
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return array.detach().cpu()
@@ -139,7 +139,7 @@ def library_of(array: Any) -> str:
     return "scalar" if isinstance(array, np.generic) else "numpy"
 
 
-def in_library(array: Any, library: str) -> Any:
+def from_host(array: Any, library: str) -> Any:
     """Give an array of a library, in host memory or where JAX puts it."""
     if library == "torch":
         import torch

@@ -17,10 +17,19 @@ from strategies import errors
 from strategies.checkpoint import atomic_io
 from strategies.core.urls import fsspec, is_url
 
-__all__ = ["Location", "Url", "explained", "exists", "folders", "length", "located", "opened"]
+__all__ = [
+    "Location",
+    "StorageUrl",
+    "explained",
+    "exists",
+    "folders",
+    "length",
+    "resolve",
+    "opened",
+]
 
 
-class Url:
+class StorageUrl:
     """A directory or file behind a URL.
 
     Args:
@@ -34,8 +43,8 @@ class Url:
         self.path = path.rstrip("/")
         self.protocol = protocol
 
-    def __truediv__(self, name: str) -> Url:
-        return Url(self.files, f"{self.path}/{name}", self.protocol)
+    def __truediv__(self, name: str) -> StorageUrl:
+        return StorageUrl(self.files, f"{self.path}/{name}", self.protocol)
 
     def __str__(self) -> str:
         # A file system has several names, and gives the first.
@@ -47,13 +56,13 @@ class Url:
         return f"Url({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
-        return isinstance(other, Url) and str(self) == str(other)
+        return isinstance(other, StorageUrl) and str(self) == str(other)
 
     def __hash__(self) -> int:
         return hash(str(self))
 
     def __reduce__(self) -> Any:
-        return located, (str(self),)
+        return resolve, (str(self),)
 
     @property
     def name(self) -> str:
@@ -61,16 +70,16 @@ class Url:
         return self.path.rpartition("/")[2]
 
     @property
-    def parent(self) -> Url:
+    def parent(self) -> StorageUrl:
         """The directory that it is in."""
-        return Url(self.files, self.path.rpartition("/")[0], self.protocol)
+        return StorageUrl(self.files, self.path.rpartition("/")[0], self.protocol)
 
 
-Location: TypeAlias = Path | Url
-os.PathLike.register(Url)
+Location: TypeAlias = Path | StorageUrl
+os.PathLike.register(StorageUrl)
 
 
-def located(place: str | os.PathLike[str]) -> Location:
+def resolve(place: str | os.PathLike[str]) -> Location:
     """Return where a path or a URL leads.
 
     Raises:
@@ -78,7 +87,7 @@ def located(place: str | os.PathLike[str]) -> Location:
         InvalidArgumentError: fsspec does not know such URLs.
     """
     text = os.fspath(place)
-    if isinstance(place, (Path, Url)):
+    if isinstance(place, (Path, StorageUrl)):
         return place
     if text.startswith("file://"):
         return Path(text.removeprefix("file://"))
@@ -88,7 +97,7 @@ def located(place: str | os.PathLike[str]) -> Location:
         files, path = fsspec().core.url_to_fs(text)
     except ValueError as error:
         raise errors.InvalidArgumentError(f"checkpoints: {error} ({text})") from error
-    return Url(files, path, text.partition("://")[0])
+    return StorageUrl(files, path, text.partition("://")[0])
 
 
 @contextlib.contextmanager
@@ -135,7 +144,7 @@ def length(directory: Location, name: str) -> int:
     """
     path = directory / name
     with explained("restore", path):
-        if isinstance(path, Url):
+        if isinstance(path, StorageUrl):
             path.files.invalidate_cache(path.parent.path)
             facts = path.files.info(path.path)
             regular, nbytes = facts["type"] == "file", int(facts["size"])

@@ -31,10 +31,10 @@ from typing import Any
 from strategies import errors
 from strategies.checkpoint import atomic_io, checkpoint_listing, manifest, retention
 from strategies.checkpoint.manifest import Manifest
-from strategies.checkpoint.retention import Rules
-from strategies.checkpoint.storage import Location, Url, explained
+from strategies.checkpoint.retention import RetentionPolicy
+from strategies.checkpoint.storage import Location, StorageUrl, explained
 
-__all__ = ["Writing", "begin", "locked", "new_file"]
+__all__ = ["CheckpointTransaction", "begin", "locked", "new_file"]
 
 _log = logging.getLogger(__name__)
 # Half-written. Exactly our own names: the directory may hold other people's files.
@@ -46,7 +46,7 @@ _CHECKPOINT_FILES = re.compile(
 )
 
 
-class Writing(ABC):
+class CheckpointTransaction(ABC):
     """A checkpoint that has been begun; `commit` or `abandon` ends it.
 
     Attributes:
@@ -77,10 +77,10 @@ class Writing(ABC):
     def abandon(self) -> None:
         """Remove what has been written, as far as that is possible."""
 
-    def prune(self, rules: Rules, plan: Manifest) -> None:
+    def prune(self, rules: RetentionPolicy, plan: Manifest) -> None:
         """Delete what need not stay now that this one is there; what cannot be done is logged."""
         paths = {other.step: path for path, other in self.others}
-        gone = retention.surplus(rules, [other for _, other in self.others], plan)
+        gone = retention.to_delete(rules, [other for _, other in self.others], plan)
         try:
             with explained("save", self.root):
                 self._delete([paths[step] for step in gone])
@@ -98,13 +98,15 @@ def locked(root: Location) -> atomic_io.DirectoryLock | contextlib.nullcontext[N
     Raises:
         FailedPreconditionError: somebody else has it.
     """
-    return contextlib.nullcontext() if isinstance(root, Url) else atomic_io.DirectoryLock(root)
+    return (
+        contextlib.nullcontext() if isinstance(root, StorageUrl) else atomic_io.DirectoryLock(root)
+    )
 
 
-def begin(root: Location, step: int) -> Writing:
+def begin(root: Location, step: int) -> CheckpointTransaction:
     """Begin to write; the caller holds the right to write in the directory."""
     with explained("save", root / checkpoint_listing.name_of(step)):
-        return _BehindUrl(root, step) if isinstance(root, Url) else _InDirectory(root, step)
+        return _BehindUrl(root, step) if isinstance(root, StorageUrl) else _InDirectory(root, step)
 
 
 @contextlib.contextmanager
@@ -122,7 +124,7 @@ def new_file(path: Location) -> Iterator[Callable[[Any], object]]:
             raise
 
 
-class _InDirectory(Writing):
+class _InDirectory(CheckpointTransaction):
     root: Path
     final: Path
     part: Path
@@ -192,11 +194,11 @@ def _has_only_checkpoint_files(place: Location, names: Sequence[str]) -> bool:
     return not others
 
 
-class _BehindUrl(Writing):
-    root: Url
-    final: Url
+class _BehindUrl(CheckpointTransaction):
+    root: StorageUrl
+    final: StorageUrl
 
-    def __init__(self, root: Url, step: int) -> None:
+    def __init__(self, root: StorageUrl, step: int) -> None:
         root.files.makedirs(root.path, exist_ok=True)
         place = root / checkpoint_listing.name_of(step)
         super().__init__(root, step, place, f"-{secrets.token_hex(6)}")
@@ -231,18 +233,18 @@ class _BehindUrl(Writing):
         except Exception as error:
             _log.warning("save: old files were not deleted: %s (directory: %s)", error, self.final)
 
-    def _remove(self, place: Url, names: Sequence[str]) -> None:
+    def _remove(self, place: StorageUrl, names: Sequence[str]) -> None:
         for name in names:
             self.root.files.rm_file((place / name).path)
 
-    def _delete(self, paths: Sequence[Url]) -> None:
+    def _delete(self, paths: Sequence[StorageUrl]) -> None:
         for path in paths:
             if _has_only_checkpoint_files(path, _names_in(path)):
                 path.files.rm_file((path / manifest.NAME).path)  # from here on it is none
                 path.files.rm(path.path, recursive=True)
 
 
-def _names_in(place: Url) -> list[str]:
+def _names_in(place: StorageUrl) -> list[str]:
     place.files.invalidate_cache(place.path)
     found = place.files.ls(place.path, detail=False)
     return [name.rstrip("/").rpartition("/")[2] for name in found]

@@ -16,16 +16,16 @@ from collections.abc import Iterable, Mapping, Sequence
 from typing import NamedTuple
 
 from strategies import errors
-from strategies.checkpoint.boxes import Box, check_tiles, rows
+from strategies.checkpoint.boxes import Box, check_tiles, split
 
-__all__ = ["Holding", "least_loaded", "writers"]
+__all__ = ["HeldPart", "least_loaded", "assign_writers"]
 
 # Bytes that a part of an array has at least: smaller ones cost more in the manifest, and in calls
 # when they are read, than other ranks gain by writing them.
 _WORTH = 1 << 20
 
 
-class Holding(NamedTuple):
+class HeldPart(NamedTuple):
     """What a rank holds of an array.
 
     Attributes:
@@ -41,7 +41,7 @@ class Holding(NamedTuple):
     box: Box
 
 
-def writers(held: Sequence[Mapping[str, Holding]]) -> list[list[tuple[str, Box]]]:
+def assign_writers(held: Sequence[Mapping[str, HeldPart]]) -> list[list[tuple[str, Box]]]:
     """Return for each rank the names and boxes that it writes.
 
     Every element of every array is written exactly once, by a rank that holds it; the answer
@@ -90,7 +90,7 @@ def writers(held: Sequence[Mapping[str, Holding]]) -> list[list[tuple[str, Box]]
                 load[ranks[0]] += box.size * facts.itemsize
     for nbytes, name, box, ranks in sorted(shared, key=lambda item: -item[0]):  # stable
         count = min(len(ranks), math.ceil(nbytes / _WORTH))
-        parts = rows(box, count)
+        parts = split(box, count)
         for part, rank in zip(parts, sorted(ranks, key=lambda rank: load[rank]), strict=False):
             result[rank].append((name, part))
             load[rank] += nbytes * part.size // max(1, box.size)

@@ -18,10 +18,10 @@ from strategies.cluster import gpus, resolvers
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.placement import Placer, devices_of
 from strategies.cluster.resolvers import ClusterResolver, TPUClusterResolver
-from strategies.cluster.scopes import Placeable
+from strategies.cluster.scopes import PlacementRequest
 from strategies.cluster.spec import ClusterSpec
 from strategies.core import agreement
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.core.validation import integer
 
 __all__ = ["Cluster"]
@@ -29,7 +29,7 @@ __all__ = ["Cluster"]
 _JOBS = ("chief", "evaluator", "ps", "worker")
 
 
-class _Card(NamedTuple):
+class _TaskInfo(NamedTuple):
     """What a rank tells the others about itself."""
 
     job: str | None
@@ -88,8 +88,8 @@ class Cluster:
         log_device_placement: bool = False,
     ) -> None:
         self.comm = cc.init() if comm is None else comm
-        ranks = Ranks(self.comm)
-        found, card = ranks.prepared(
+        ranks = ProcessGroup(self.comm)
+        found, card = ranks.run_then_agree(
             "Cluster", lambda: _own_task(spec, self.comm, cpus, gpus, others)
         )
         tasks = [f"{job}:{i} at {found.task_address(job, i)}" for job, i in found.tasks()]
@@ -152,7 +152,7 @@ class Cluster:
         """Return the names of all devices of all tasks."""
         return [device.to_string() for device in self.placer.devices()]
 
-    def place(self, thing: Placeable) -> DeviceSpec:
+    def place(self, thing: PlacementRequest) -> DeviceSpec:
         """Return the device of a thing, by what it and the `device` blocks around say.
 
         Raises:
@@ -160,11 +160,11 @@ class Cluster:
         """
         return self.placer.place(thing)
 
-    def locate(self, thing: Placeable) -> int:
+    def locate(self, thing: PlacementRequest) -> int:
         """Return the rank of the task where a thing is to be; as `place`."""
         return self.find(thing)[0]
 
-    def find(self, thing: Placeable) -> tuple[int, DeviceSpec]:
+    def find(self, thing: PlacementRequest) -> tuple[int, DeviceSpec]:
         """Return the rank of the task where a thing is to be, and its device; as `place`."""
         device = self.place(thing)
         assert device.job is not None
@@ -196,7 +196,7 @@ def _own_task(
     cpus: int,
     gpu_count: int | None,
     others: Mapping[str, int] | None,
-) -> tuple[ClusterSpec, _Card]:
+) -> tuple[ClusterSpec, _TaskInfo]:
     """Return the specification, and what this rank knows of its own task."""
     resolver = resolvers.from_environment(comm) if spec is None else spec
     known = resolver if isinstance(resolver, ClusterResolver) else None
@@ -224,7 +224,7 @@ def _own_task(
         others = {kind: n for kind, n in others.items() if kind not in ("CPU", "GPU")}
     for kind, number in others.items():
         integer("Cluster", kind, number, least=0)
-    return found, _Card(job, index, cpus, count, dict(others))
+    return found, _TaskInfo(job, index, cpus, count, dict(others))
 
 
 def _check_roles(spec: ClusterSpec) -> None:
@@ -238,7 +238,7 @@ def _check_roles(spec: ClusterSpec) -> None:
             raise ValueError(f"cluster: expected at most one {job}, got {spec.num_tasks(job)}")
 
 
-def _tasks(spec: ClusterSpec, cards: list[_Card]) -> list[tuple[str, int]]:
+def _tasks(spec: ClusterSpec, cards: list[_TaskInfo]) -> list[tuple[str, int]]:
     """Return each rank's task.
 
     Raises:

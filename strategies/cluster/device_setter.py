@@ -8,7 +8,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 from strategies.cluster.device_spec import DeviceSpec
-from strategies.cluster.scopes import DeviceFunction, Placeable
+from strategies.cluster.scopes import DeviceFunction, PlacementRequest
 from strategies.cluster.spec import ClusterSpec
 from strategies.core.validation import integer
 
@@ -24,7 +24,7 @@ __all__ = [
 PS_TYPES = frozenset({"Variable", "accumulator"})
 """What lives on ps tasks unless one says otherwise."""
 
-Choice = Callable[[Placeable], int]
+Choice = Callable[[PlacementRequest], int]
 
 
 class RoundRobin:
@@ -39,7 +39,7 @@ class RoundRobin:
         self._next = 0
         self._lock = threading.Lock()
 
-    def __call__(self, thing: Placeable) -> int:
+    def __call__(self, thing: PlacementRequest) -> int:
         """Return the index of the task for a thing."""
         with self._lock:
             task = self._next
@@ -55,13 +55,13 @@ class GreedyLoadBalancing:
         load: what a thing adds to the load; `byte_size` for its bytes.
     """
 
-    def __init__(self, num_tasks: int, load: Callable[[Placeable], float]) -> None:
+    def __init__(self, num_tasks: int, load: Callable[[PlacementRequest], float]) -> None:
         integer("GreedyLoadBalancing", "number of tasks", num_tasks)
         self._loads = [0.0] * num_tasks
         self._load = load
         self._lock = threading.Lock()
 
-    def __call__(self, thing: Placeable) -> int:
+    def __call__(self, thing: PlacementRequest) -> int:
         """Return the index of the task for a thing."""
         load = self._load(thing)
         with self._lock:
@@ -82,13 +82,13 @@ class RandomChoice:
         self._num_tasks = integer("RandomChoice", "number of tasks", num_tasks)
         self._seed = seed
 
-    def __call__(self, thing: Placeable) -> int:
+    def __call__(self, thing: PlacementRequest) -> int:
         """Return the index of the task for a thing."""
         digest = hashlib.md5(f"{thing.name}{self._seed}".encode(), usedforsecurity=False)
         return int(digest.hexdigest(), 16) % self._num_tasks
 
 
-def byte_size(thing: Placeable) -> int:
+def byte_size(thing: PlacementRequest) -> int:
     """Return the size of a thing's value in bytes, as a load.
 
     Raises:
@@ -143,7 +143,7 @@ def replica_device_setter(
     if not callable(choose):
         raise TypeError(f"replica_device_setter: choice must be a function, got {choice!r}")
 
-    def place(thing: Placeable) -> str:
+    def place(thing: PlacementRequest) -> str:
         if thing.device and not merge_devices:
             return thing.device
         own = DeviceSpec.from_string(thing.device)

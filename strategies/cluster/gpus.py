@@ -13,7 +13,7 @@ from pathlib import Path
 from typing import Any
 
 import collectives as cc
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.core.validation import number
 from strategies.errors import ResourceExhaustedError
 
@@ -76,7 +76,9 @@ def use_gpus(comm: cc.Communicator) -> list[str]:
     Raises:
         RuntimeError: CUDA has been started already and still sees others; on all ranks.
     """
-    return Ranks(comm).prepared("use_gpus", lambda: _use(comm.local_rank, comm.local_size))
+    return ProcessGroup(comm).run_then_agree(
+        "use_gpus", lambda: _use(comm.local_rank, comm.local_size)
+    )
 
 
 def _use(local_rank: int, local_size: int) -> list[str]:
@@ -125,7 +127,7 @@ def limit_gpu_memory(
 
         limit_gpu_memory(memory_fraction=0.4)
     """
-    memory_fraction = _checked(memory_fraction, memory_limit, growth)
+    memory_fraction = _check(memory_fraction, memory_limit, growth)
     cupy = _cupy()
     pool = cupy.get_default_memory_pool()
     devices = range(cupy.cuda.runtime.getDeviceCount())
@@ -147,7 +149,7 @@ def limit_gpu_memory(
                     cupy.cuda.alloc(limit - limit % _UNIT)  # stays in the pool when it is freed
 
 
-def _checked(memory_fraction: float | None, memory_limit: int | None, growth: bool) -> float | None:
+def _check(memory_fraction: float | None, memory_limit: int | None, growth: bool) -> float | None:
     """Return the fraction as a float; refuse what cannot be."""
     if memory_fraction is not None:
         if memory_limit is not None:

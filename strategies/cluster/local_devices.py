@@ -81,7 +81,7 @@ def parse_devices(
             continue
         if not soft_placement:
             raise ValueError(
-                f"{operation}: no such device, expected {_listed(kind, count)}, got "
+                f"{operation}: no such device, expected {_list(kind, count)}, got "
                 f"{devices[number]!r}{_advice(kind, count)}"
             )
         wanted, names[number] = names[number], next(free)
@@ -219,7 +219,7 @@ def _count(kind: str, index: int) -> int:
     return len(_of_jax(kind, ask=True))
 
 
-def _listed(kind: str, count: int) -> str:
+def _list(kind: str, count: int) -> str:
     found = [_name("CPU", 0), "/cpu:1", "...", *(_name(kind, i) for i in range(count))]
     return ", ".join(found)
 

@@ -17,7 +17,7 @@ import logging
 from collections.abc import Mapping, Sequence
 
 from strategies.cluster.device_spec import DeviceSpec
-from strategies.cluster.scopes import Placeable, requested
+from strategies.cluster.scopes import PlacementRequest, requested_device
 from strategies.errors import InvalidArgumentError
 
 __all__ = ["Placer", "devices_of"]
@@ -77,13 +77,13 @@ class Placer:
             for device in devices
         ]
 
-    def place(self, thing: Placeable) -> DeviceSpec:
+    def place(self, thing: PlacementRequest) -> DeviceSpec:
         """Return the device of a thing, in full, by what it and the blocks around it say.
 
         Raises:
             InvalidArgumentError: there is no such device, or the thing cannot be there.
         """
-        wish = requested(thing)
+        wish = requested_device(thing)
         job, index = self._task(thing, wish)
         found = self._device(thing, wish, self._tasks[job, index])
         place = found.replace(job=job, replica=0, task=index)
@@ -91,7 +91,7 @@ class Placer:
             _log.info("%s: (%s): %s", thing.name, thing.type, place)
         return place
 
-    def _task(self, thing: Placeable, wish: DeviceSpec) -> Task:
+    def _task(self, thing: PlacementRequest, wish: DeviceSpec) -> Task:
         job, index = wish.job, wish.task
         if job is None and index is None:
             job, index = self.default
@@ -105,7 +105,7 @@ class Placer:
         return job, index
 
     def _device(
-        self, thing: Placeable, wish: DeviceSpec, devices: Sequence[DeviceSpec]
+        self, thing: PlacementRequest, wish: DeviceSpec, devices: Sequence[DeviceSpec]
     ) -> DeviceSpec:
         # What can be anywhere is rather on what was listed last: TPUs, GPUs, then CPUs.
         kinds = thing.device_types or [*dict.fromkeys(str(d.device_type) for d in devices)][::-1]
@@ -123,7 +123,7 @@ class Placer:
         raise self._refusal(thing, wish, [d.to_string() for d in possible])
 
     def _refusal(
-        self, thing: Placeable, wish: DeviceSpec, available: Sequence[str]
+        self, thing: PlacementRequest, wish: DeviceSpec, available: Sequence[str]
     ) -> InvalidArgumentError:
         listed = ", ".join(available[:_LISTED]) or "none"
         more = f" and {len(available) - _LISTED} more" if len(available) > _LISTED else ""

@@ -272,7 +272,7 @@ class UnionResolver(ClusterResolver):
         jobs: dict[str, Any] = {}
         for resolver in self._resolvers:
             for job, tasks in resolver.cluster_spec().as_dict().items():
-                jobs[job] = _joined(job, jobs[job], tasks) if job in jobs else tasks
+                jobs[job] = _join(job, jobs[job], tasks) if job in jobs else tasks
         return ClusterSpec(jobs)
 
     def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
@@ -313,7 +313,7 @@ def _jax() -> Any:
     return jax
 
 
-def _joined(job: str, some: Any, others: Any) -> Any:
+def _join(job: str, some: Any, others: Any) -> Any:
     if isinstance(some, list) and isinstance(others, list):
         return some + others
     joined = dict(enumerate(some)) if isinstance(some, list) else dict(some)

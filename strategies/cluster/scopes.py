@@ -12,10 +12,10 @@ import numpy as np
 
 from strategies.cluster.device_spec import DeviceSpec
 
-__all__ = ["DeviceFunction", "Placeable", "current_device", "device", "requested"]
+__all__ = ["DeviceFunction", "PlacementRequest", "current_device", "device", "requested_device"]
 
 
-class Placeable(NamedTuple):
+class PlacementRequest(NamedTuple):
     """Something that is about to be placed.
 
     Attributes:
@@ -49,7 +49,7 @@ class Placeable(NamedTuple):
         return math.prod(int(n or 0) for n in self.shape) * int(np.dtype(self.dtype).itemsize)
 
 
-DeviceFunction = Callable[[Placeable], str]
+DeviceFunction = Callable[[PlacementRequest], str]
 """Says where a thing belongs; what it returns stands instead of what blocks inside it say."""
 
 _scopes: ContextVar[tuple[DeviceSpec | DeviceFunction | None, ...]] = ContextVar(
@@ -97,7 +97,7 @@ def current_device() -> str:
     return spec.to_string()
 
 
-def requested(thing: Placeable) -> DeviceSpec:
+def requested_device(thing: PlacementRequest) -> DeviceSpec:
     """Return where a thing is to be, by its own device and then the blocks around.
 
     Raises:

@@ -16,7 +16,7 @@ import collectives as cc
 from strategies.cluster import gpus
 from strategies.cluster.resolvers import ClusterResolver, with_scheme
 from strategies.cluster.spec import ClusterSpec
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 
 __all__ = ["SlurmClusterResolver", "expand_hostlist", "expand_tasks_per_node"]
 
@@ -45,7 +45,7 @@ def expand_hostlist(text: str) -> list[str]:
         found = [pieces[0].strip()]
         for ranges, after in zip(pieces[1::2], pieces[2::2], strict=True):
             found = [before + n + after for before in found for n in _numbers(ranges, text)]
-            _bounded(len(found) + len(names), text)
+            _check_bound(len(found) + len(names), text)
         names += found
     if not text.strip() or "" in names or ",," in text or text.strip(",") != text:
         raise ValueError(f"expand_hostlist: not a list of nodes, got {text!r}")
@@ -62,7 +62,7 @@ def _numbers(ranges: str, text: str) -> list[str]:
                 f"expand_hostlist: not a range of numbers, got {part!r} (nodes: {text})"
             )
         first, last = int(match[1]), int(match[2] or match[1])
-        _bounded(last - first + len(numbers), text)
+        _check_bound(last - first + len(numbers), text)
         numbers += [f"{n:0{len(match[1])}d}" for n in range(first, last + 1)]
     return numbers
 
@@ -83,12 +83,12 @@ def expand_tasks_per_node(text: str) -> list[int]:
         if match is None:
             raise ValueError(f"expand_tasks_per_node: expected as 3(x2),2, got {text!r}")
         times = int(match[2] or 1)
-        _bounded(times + len(counts), text)
+        _check_bound(times + len(counts), text)
         counts += [int(match[1])] * times
     return counts
 
 
-def _bounded(count: int, text: str) -> None:
+def _check_bound(count: int, text: str) -> None:
     if count > _MOST:
         raise ValueError(f"slurm: expected at most {_MOST} nodes, got {text!r}")
 
@@ -141,14 +141,14 @@ class SlurmClusterResolver(ClusterResolver):
 
         def prepare() -> list[str]:
             layout = _of_slurm(env, tasks_per_node) if comm is None else _of_mpi(comm, nodes)
-            self._spec, self.task_type, self.task_id = _named(layout, jobs, port_base)
+            self._spec, self.task_type, self.task_id = _name(layout, jobs, port_base)
             return _share(env, layout, gpus_per_node, gpus_per_task)
 
         if comm is None:
             self._gpus = prepare()
         else:
             nodes = comm.allgather_object(env.get("SLURMD_NODENAME") or platform.node())
-            self._gpus = Ranks(comm).prepared("SlurmClusterResolver", prepare)
+            self._gpus = ProcessGroup(comm).run_then_agree("SlurmClusterResolver", prepare)
         if auto_set_gpu and self._gpus:
             env["CUDA_VISIBLE_DEVICES"] = ",".join(self._gpus)
 
@@ -200,7 +200,7 @@ def _of_slurm(
     return _Layout(rank, places[:size])
 
 
-def _named(
+def _name(
     layout: _Layout, jobs: Mapping[str, int] | None, port_base: int
 ) -> tuple[ClusterSpec, str, int]:
     """Return the specification, and job and index of this rank."""

@@ -65,7 +65,7 @@ class ClusterSpec:
             job: integer("from_ranks", f"number of {job}", n, least=0) for job, n in tasks.items()
         }
         counts.setdefault("worker", max(0, size - sum(counts.values())))
-        return cls._divided(counts, size)
+        return cls._divide(counts, size)
 
     @classmethod
     def from_text(cls, text: str, ranks: cc.Communicator | int | None = None) -> ClusterSpec:
@@ -95,10 +95,10 @@ class ClusterSpec:
         size = _size(ranks)
         if rest:
             counts[rest] = max(0, size - sum(counts.values()))
-        return cls._divided(counts, size)
+        return cls._divide(counts, size)
 
     @classmethod
-    def _divided(cls, counts: Mapping[str, int], size: int) -> ClusterSpec:
+    def _divide(cls, counts: Mapping[str, int], size: int) -> ClusterSpec:
         needed = sum(counts.values())
         if needed != size:
             listed = ",".join(f"{job}:{counts[job]}" for job in sorted(counts))

@@ -17,24 +17,24 @@ import numpy.typing as npt
 __all__ = [
     "COMPUTE",
     "astype",
-    "at",
-    "beside",
-    "bits",
+    "device_context",
+    "on_same_device",
+    "byte_views",
     "copy",
     "dtype_name",
-    "fetched",
+    "to_host",
     "full",
     "host",
     "in_memory_order",
     "is_array",
-    "near",
+    "to_device_of",
     "on_several_devices",
     "overwrite",
-    "place",
+    "device_key",
     "put",
     "shards",
     "take",
-    "wide",
+    "arithmetic_dtype",
 ]
 
 COMPUTE = {
@@ -100,11 +100,11 @@ def in_memory_order(array: Any) -> Any:
     return array.reshape(-1)
 
 
-def fetched(array: Any) -> npt.NDArray[Any]:
+def to_host(array: Any) -> npt.NDArray[Any]:
     """Return an array in host memory: a view if it is there, else a copy."""
     found = host(array)
     if found is None and hasattr(array, "__cuda_array_interface__") and hasattr(array, "get"):
-        with at(array):
+        with device_context(array):
             found = array.get()  # CuPy
     if found is None:
         found = host(array_api_compat.to_device(array, "cpu"))
@@ -112,7 +112,7 @@ def fetched(array: Any) -> npt.NDArray[Any]:
     return np.asarray(found)
 
 
-def bits(array: Any) -> Iterator[npt.NDArray[np.uint8]]:
+def byte_views(array: Any) -> Iterator[npt.NDArray[np.uint8]]:
     """Yield the memory of an array of any library, in the order of its elements.
 
     Yields:
@@ -145,14 +145,14 @@ def bits(array: Any) -> Iterator[npt.NDArray[np.uint8]]:
         yield whole.view(np.uint8)
 
 
-def at(array: Any) -> AbstractContextManager[Any]:
+def device_context(array: Any) -> AbstractContextManager[Any]:
     """Let this thread compute where an array is; CuPy alone wants to be told."""
     if hasattr(type(array), "__cuda_array_interface__") and hasattr(array, "get"):
         return array.device  # type: ignore[no-any-return]
     return nullcontext()
 
 
-def place(array: Any) -> tuple[Any, Any]:
+def device_key(array: Any) -> tuple[Any, Any]:
     """Return the library and the device of an array, equal for arrays that can be combined."""
     return array_api_compat.array_namespace(array), array_api_compat.device(array)
 
@@ -178,7 +178,7 @@ def astype(array: Any, name: str) -> Any:
     return xp.astype(array, getattr(xp, name))
 
 
-def wide(array: Any) -> Any:
+def arithmetic_dtype(array: Any) -> Any:
     """Return an array in the dtype of its arithmetic: float32 for a 16-bit one, else itself."""
     name = dtype_name(array)
     return astype(array, COMPUTE.get(name, name))
@@ -188,35 +188,35 @@ def full(like: Any, number: float, name: str) -> Any:
     """Return a new array of one number, of another's shape, where that one is."""
     if isinstance(like, np.ndarray):
         return np.full(like.shape, number, name) if number else np.zeros(like.shape, name)
-    xp, device = place(like)
+    xp, device = device_key(like)
     return xp.full(tuple(like.shape), number, dtype=getattr(xp, name), device=device)
 
 
-def beside(like: Any, array: Any) -> Any:
+def on_same_device(like: Any, array: Any) -> Any:
     """Return an array where another one is: itself, or a copy of one in host memory."""
     if isinstance(like, np.ndarray) or not isinstance(array, np.ndarray):
         return array
-    xp, device = place(like)
+    xp, device = device_key(like)
     if array_api_compat.is_jax_array(like):  # which may go on reading the memory that it is given
         array = array.copy()
     return xp.asarray(array, device=device)
 
 
-def near(like: Any, array: Any) -> Any:
+def to_device_of(like: Any, array: Any) -> Any:
     """Return an array on the device of another one of its library; itself if it is there.
 
     One in host memory comes to the device of `like`; one of a device stays if `like` is NumPy's.
     """
     if isinstance(array, (np.ndarray, np.generic)):
-        return beside(like, np.asarray(array))
+        return on_same_device(like, np.asarray(array))
     if isinstance(like, np.ndarray):
         return array
-    xp, there = place(like)
+    xp, there = device_key(like)
     if there is None or array_api_compat.device(array) == there:
         return array
     if array_api_compat.is_jax_array(array):
         return array.to_device(there)
-    with at(like):
+    with device_context(like):
         return xp.asarray(array, device=there)
 
 
@@ -224,7 +224,7 @@ def overwrite(array: Any, values: Any) -> Any:
     """Return an array that holds other values: itself, or the values if it can never change."""
     if array_api_compat.is_jax_array(array):
         return values
-    with at(array):
+    with device_context(array):
         array[...] = values
     return array
 
@@ -240,7 +240,7 @@ def take(array: Any, rows: npt.NDArray[np.int64]) -> Any:
     """Return a copy of some rows."""
     if isinstance(array, np.ndarray):
         return array.take(rows, axis=0)
-    xp, device = place(array)
+    xp, device = device_key(array)
     return xp.take(array, xp.asarray(rows, device=device), axis=0)
 
 
@@ -251,6 +251,6 @@ def put(array: Any, rows: npt.NDArray[np.int64], values: Any) -> Any:
         return array
     if array_api_compat.is_jax_array(array):
         return array.at[rows].set(values)
-    xp, device = place(array)
+    xp, device = device_key(array)
     array[xp.asarray(rows, device=device)] = values
     return array

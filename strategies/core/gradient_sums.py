@@ -17,22 +17,22 @@ import numpy as np
 import numpy.typing as npt
 
 from strategies.core import array_ops
-from strategies.core.sparse import Rows, summed
+from strategies.core.sparse import Rows, coalesced
 
 __all__ = [
-    "Memory",
+    "SumBuffers",
     "add",
     "check_examples",
-    "joined",
+    "concatenated",
     "mean",
-    "merged",
-    "over",
+    "merge_rows",
+    "divided",
     "rounded",
     "weights",
 ]
 
 
-class Memory:
+class SumBuffers:
     """Host memory for the sums of each step, used again unless somebody still holds the last one.
 
     The system else takes it back after each step, and clears other pages in the next one: 1.6 MiB
@@ -63,7 +63,9 @@ class Memory:
         if not fits or sys.getrefcount(self._kept[name]) > self._free:
             self._kept[name] = np.empty(there.shape, there.dtype)
         view = self._kept[name][...]  # who holds the sum holds this
-        return view if isinstance(array, np.ndarray) else array_ops.place(array)[0].asarray(view)
+        return (
+            view if isinstance(array, np.ndarray) else array_ops.device_key(array)[0].asarray(view)
+        )
 
 
 def add(total: Any, gradient: Any, weight: float = 1) -> Any:
@@ -79,38 +81,46 @@ def add(total: Any, gradient: Any, weight: float = 1) -> Any:
         return total
     with np.errstate(over="ignore", invalid="ignore"):  # a sum may be infinite, or NaN
         if isinstance(gradient, Rows):
-            rows = Rows(gradient.indices, array_ops.wide(gradient.values) * weight)
+            rows = Rows(gradient.indices, array_ops.arithmetic_dtype(gradient.values) * weight)
             if total is None:
                 return rows
-            return joined([total, rows]) if isinstance(total, Rows) else _spread(total, rows)
+            return (
+                concatenated([total, rows])
+                if isinstance(total, Rows)
+                else _scatter_add(total, rows)
+            )
         if total is None:
-            return array_ops.wide(gradient) * weight
-        more = array_ops.wide(gradient) if weight == 1 else array_ops.wide(gradient) * weight
+            return array_ops.arithmetic_dtype(gradient) * weight
+        more = (
+            array_ops.arithmetic_dtype(gradient)
+            if weight == 1
+            else array_ops.arithmetic_dtype(gradient) * weight
+        )
         if isinstance(total, Rows):
-            total = _spread(np.zeros_like(more), total)
+            total = _scatter_add(np.zeros_like(more), total)
         if total.dtype != more.dtype:
             return total + more
         total += more  # arrays of JAX, which cannot be changed, make a new one
         return total
 
 
-def joined(parts: Sequence[Rows]) -> Rows:
+def concatenated(parts: Sequence[Rows]) -> Rows:
     """Return the rows of all parts, in their order; of one index there may be several."""
     join = array_api_compat.array_namespace(parts[0].values).concat
     indices = np.concatenate([rows.indices for rows in parts])
     return Rows(indices, join([rows.values for rows in parts]))
 
 
-def merged(parts: Sequence[Rows]) -> Rows:
+def merge_rows(parts: Sequence[Rows]) -> Rows:
     """Return the rows of all parts by increasing index, those of one index added up."""
-    return summed(joined(parts))
+    return coalesced(concatenated(parts))
 
 
-def over(total: Any, number: float) -> Any:
+def divided(total: Any, number: float) -> Any:
     """Divide a sum; rows of one index are added up first."""
     if isinstance(total, Rows):
-        rows = summed(total)
-        return Rows(rows.indices, over(rows.values, number))
+        rows = coalesced(total)
+        return Rows(rows.indices, divided(rows.values, number))
     return total if total is None or number == 1 else total / number
 
 
@@ -140,26 +150,26 @@ def mean(
     """
     counted = [(gradient, weight) for gradient, weight in column if gradient is not None and weight]
     if counted and all(isinstance(gradient, Rows) for gradient, _ in counted):
-        rows = joined([add(None, gradient, weight) for gradient, weight in counted])
-        return rounded(over(rows, whole), dtype)
+        rows = concatenated([add(None, gradient, weight) for gradient, weight in counted])
+        return rounded(divided(rows, whole), dtype)
     total = None
     if _are_plain(counted[:2]):
         (first, _), (second, _), *counted = counted
         with np.errstate(over="ignore", invalid="ignore"):
             # Both at once saves a copy of the first.
             if out is None:
-                total = array_ops.wide(first) + array_ops.wide(second)
+                total = array_ops.arithmetic_dtype(first) + array_ops.arithmetic_dtype(second)
             else:
                 total = out
                 np.add(
-                    array_ops.fetched(first), array_ops.fetched(second), out=array_ops.fetched(out)
+                    array_ops.to_host(first), array_ops.to_host(second), out=array_ops.to_host(out)
                 )
     for gradient, weight in counted:
         total = add(total, gradient, weight)
     if total is not None and whole != 1 and array_ops.dtype_name(total) in ("float32", "float64"):
         total /= whole  # its memory is nobody else's
         return rounded(total, dtype)
-    return rounded(over(total, whole), dtype)
+    return rounded(divided(total, whole), dtype)
 
 
 def _are_plain(counted: Sequence[tuple[Any, float]]) -> bool:
@@ -202,7 +212,7 @@ def check_examples(examples: float | None) -> None:
         raise ValueError(f"apply_gradients: bad examples, expected >= 0, got {examples}")
 
 
-def _spread(total: Any, rows: Rows) -> Any:
+def _scatter_add(total: Any, rows: Rows) -> Any:
     """Add rows to an array where they belong."""
     np.add.at(total, rows.indices, rows.values)
     return total

@@ -12,7 +12,7 @@ import collectives as cc
 from strategies.core.agreement import raise_everywhere
 from strategies.core.communication_options import CommunicationOptions
 
-__all__ = ["Ranks", "of_this_job"]
+__all__ = ["ProcessGroup", "of_this_job"]
 
 T = TypeVar("T")
 
@@ -22,7 +22,7 @@ def of_this_job() -> cc.Communicator | None:
     return cc.init() if cc.is_initialized() or cc.launched_processes() > 1 else None
 
 
-class Ranks:
+class ProcessGroup:
     """What the processes of one strategy do together; nothing if there is only one.
 
     All methods but `begin` and `with_options` are *collective*.
@@ -55,19 +55,19 @@ class Ranks:
         """Number of processes."""
         return 1 if self.comm is None else self.comm.size
 
-    def with_options(self, options: CommunicationOptions | None) -> Ranks:
+    def with_options(self, options: CommunicationOptions | None) -> ProcessGroup:
         """Return the same ranks with other options, where these are not the defaults."""
         if options is None:
             return self
-        others = Ranks(self.comm, options.over(self.options))
+        others = ProcessGroup(self.comm, options.over(self.options))
         others._known = self._known
         return others
 
-    def begin(self) -> None:
+    def start(self) -> None:
         """Forget the last error: whoever calls has gone on after it."""
         self._known.clear()
 
-    def reduced(self, arrays: list[Any], op: Any, *, rounded: bool = False) -> list[Any]:
+    def allreduce(self, arrays: list[Any], op: Any, *, rounded: bool = False) -> list[Any]:
         """Reduce arrays over the ranks.
 
         Args:
@@ -95,33 +95,33 @@ class Ranks:
                 results[i] = result
         return results
 
-    def joined(self, array: Any) -> Any:
+    def allgather(self, array: Any) -> Any:
         """Join arrays of shape (n, ...), n different on every rank, along the first axis."""
         if self.comm is None or self.comm.size == 1:
             return array
         return self.comm.allgather(array, timeout=self.options.timeout)
 
-    def of_chief(self, array: Any) -> Any:
+    def broadcast_from_chief(self, array: Any) -> Any:
         """Return rank 0's array."""
         if self.comm is None or self.comm.size == 1:
             return array
         return self.comm.broadcast(array, timeout=self.options.timeout)
 
-    def together(self, name: str, function: Callable[[], T]) -> T:
+    def raise_together(self, name: str, function: Callable[[], T]) -> T:
         """Return what a function returns that is *collective* itself.
 
         Raises:
             Exception: what it raised; on all ranks, also if it raised on one before it came to its
                 first collective operation (see `agree`).
         """
-        self.begin()
+        self.start()
         try:
             return function()
         except Exception as error:
             self.agree(name, error)
             raise
 
-    def prepared(self, name: str, function: Callable[[], T]) -> T:
+    def run_then_agree(self, name: str, function: Callable[[], T]) -> T:
         """Return what a function returns, once it has returned on all ranks.
 
         Raises:

@@ -14,8 +14,8 @@ __all__ = [
     "leaves",
     "map_leaves",
     "named_leaves",
-    "registered",
-    "state_of",
+    "flatten_registered",
+    "state_dict_of",
     "value_of",
     "zip_leaves",
 ]
@@ -116,10 +116,10 @@ def named_leaves(structure: Any) -> Iterator[tuple[str, Any]]:
         >>> list(named_leaves({"b": [1, None, 2], "a": ("c", 3)}))
         [('a/c', 3), ('b/0', 1), ('b/2', 2)]
     """
-    return ((name[1:] or WHOLE, leaf) for name, leaf in _named(structure, ""))
+    return ((name[1:] or WHOLE, leaf) for name, leaf in _name_leaves(structure, ""))
 
 
-def _named(node: Any, name: str) -> Iterator[tuple[str, Any]]:
+def _name_leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
     if node is None:
         return
     children: Any = None
@@ -129,12 +129,12 @@ def _named(node: Any, name: str) -> Iterator[tuple[str, Any]]:
         children = sorted(node.items(), key=lambda item: str(item[0]))
     elif isinstance(node, (list, tuple)):
         children = enumerate(node)
-    elif (parts := registered(node)) is not None:
+    elif (parts := flatten_registered(node)) is not None:
         children = enumerate(parts[0])
     else:
         yield name, node
     for key, child in children or ():
-        yield from _named(child, f"{name}/{key}")
+        yield from _name_leaves(child, f"{name}/{key}")
 
 
 def is_pair(node: Any) -> bool:
@@ -142,7 +142,7 @@ def is_pair(node: Any) -> bool:
     return isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], str)
 
 
-def registered(node: Any) -> tuple[list[Any], Any] | None:
+def flatten_registered(node: Any) -> tuple[list[Any], Any] | None:
     """Take apart a container that only JAX knows, such as a state of Flax; None for others."""
     jax: Any = sys.modules.get("jax")
     if jax is None or hasattr(node, "shape"):
@@ -157,7 +157,7 @@ def is_module(given: Any) -> bool:
     return torch is not None and isinstance(given, torch.nn.Module)
 
 
-def state_of(given: Any) -> Any:
+def state_dict_of(given: Any) -> Any:
     """Return the tensors of a module of PyTorch by name; any other argument unchanged.
 
     They include buffers that are not persistent, which its `state_dict()` leaves out.

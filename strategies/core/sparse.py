@@ -12,7 +12,7 @@ import numpy.typing as npt
 
 from strategies.core import array_ops
 
-__all__ = ["Gradient", "Rows", "as_rows", "fits", "fitted", "in_order", "summed"]
+__all__ = ["Gradient", "Rows", "as_rows", "fits", "checked_rows", "coalesced_checked", "coalesced"]
 
 
 @dataclass(frozen=True, eq=False)
@@ -78,7 +78,7 @@ def as_rows(gradient: Any, operation: str, where: str) -> Any:
     return Rows(whole.indices()[0].cpu().numpy(), whole.values())
 
 
-def in_order(rows: Rows, operation: str, where: str, *, length: int | None = None) -> Rows:
+def coalesced_checked(rows: Rows, operation: str, where: str, *, length: int | None = None) -> Rows:
     """Check rows, and return them by increasing index, those of one index summed.
 
     Args:
@@ -112,10 +112,10 @@ def in_order(rows: Rows, operation: str, where: str, *, length: int | None = Non
             f"{'any' if length is None else length - 1}, got {indices.min()} .. {indices.max()} "
             f"({where})"
         )
-    return summed(rows)
+    return coalesced(rows)
 
 
-def summed(rows: Rows) -> Rows:
+def coalesced(rows: Rows) -> Rows:
     """Return rows by increasing index, those of one index added up; as `in_order`, unchecked."""
     indices, values = rows.indices.copy(), rows.values
     if np.all(indices[1:] > indices[:-1]):
@@ -124,7 +124,7 @@ def summed(rows: Rows) -> Rows:
     indices, values = indices[order], array_ops.take(values, order)
     # Neighbours of one index two by two, until there are none.
     while np.any(same := indices[1:] == indices[:-1]):
-        values = array_ops.wide(values)
+        values = array_ops.arithmetic_dtype(values)
         starts = np.flatnonzero(np.concatenate([[True], ~same]))
         lengths = np.diff(starts, append=len(indices))
         second = (np.arange(len(indices)) - np.repeat(starts, lengths)) % 2 == 1
@@ -135,7 +135,7 @@ def summed(rows: Rows) -> Rows:
     return Rows(indices, values)
 
 
-def fitted(
+def checked_rows(
     gradient: Any,
     shape: tuple[int | None, ...] | None,
     dtype: str,
@@ -165,7 +165,7 @@ def fitted(
         if shape == ():
             raise ValueError(f"{operation}: a scalar has no rows ({where})")
         length = shape[0] if shape else None
-        gradient = in_order(gradient, operation, where, length=length)
+        gradient = coalesced_checked(gradient, operation, where, length=length)
         expected = None if shape is None else (*has[:1], *shape[1:])
     alike = has == expected or fits(has, expected)
     if cast and not alike:

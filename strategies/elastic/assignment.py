@@ -19,10 +19,10 @@ from __future__ import annotations
 from collections.abc import Mapping, Sequence
 from typing import NamedTuple
 
-__all__ = ["Places", "Report", "placed"]
+__all__ = ["RoleAssignment", "RankReport", "assign_roles"]
 
 
-class Report(NamedTuple):
+class RankReport(NamedTuple):
     """What a rank says of itself when those that live have met.
 
     Attributes:
@@ -42,7 +42,7 @@ class Report(NamedTuple):
     has_begun: bool = False
 
 
-class Places(NamedTuple):
+class RoleAssignment(NamedTuple):
     """Who trains.
 
     Attributes:
@@ -54,7 +54,7 @@ class Places(NamedTuple):
     admitted: dict[int, int]
 
 
-def placed(reports: Sequence[Report], most: int) -> Places | None:
+def assign_roles(reports: Sequence[RankReport], most: int) -> RoleAssignment | None:
     """Say who trains, from the newest commit that a rank is sure of.
 
     Args:
@@ -84,4 +84,4 @@ def placed(reports: Sequence[Report], most: int) -> Places | None:
     spares = [rank for rank in range(len(reports)) if rank not in taken]
     admitted = dict(zip(spares[: most - len(kept)], free, strict=False))
     place = taken | admitted
-    return Places(sorted([*kept, *admitted], key=place.__getitem__), admitted)
+    return RoleAssignment(sorted([*kept, *admitted], key=place.__getitem__), admitted)

@@ -16,10 +16,10 @@ import numpy as np
 
 import collectives as cc
 
-__all__ = ["NOTHING", "Copies", "Copy"]
+__all__ = ["NOTHING", "DoubleBuffer", "Commit"]
 
 
-class Copy(NamedTuple):
+class Commit(NamedTuple):
     """Things as they were.
 
     Attributes:
@@ -39,10 +39,10 @@ class Copy(NamedTuple):
     size: int = 1
 
 
-NOTHING = Copy(-1, {}, {}, {})
+NOTHING = Commit(-1, {}, {}, {})
 
 
-class Copies:
+class DoubleBuffer:
     """Two copies, whose memory is used in turns.
 
     Attributes:
@@ -58,17 +58,17 @@ class Copies:
         copies = [copy for copy in (self.kept, self.next) if copy.number >= 0]
         return {copy.number: (copy.place, copy.size) for copy in copies}
 
-    def turn(self) -> None:
+    def swap(self) -> None:
         """Keep the next one."""
         self.kept, self.next = self.next, self.kept
 
-    def go_back(self, number: int) -> None:
+    def rollback(self, number: int) -> None:
         """Keep the commit of this number; of the other copy there is only memory."""
         if self.next.number == number:
-            self.turn()
+            self.swap()
         self.next = self.next._replace(number=-1)
 
-    def hand_on(self, comm: cc.Communicator, places: Mapping[int, int]) -> None:
+    def send_to(self, comm: cc.Communicator, places: Mapping[int, int]) -> None:
         """Give ranks the kept copy that have none; *collective*.
 
         Args:

@@ -21,12 +21,12 @@ import collectives as cc
 from strategies import errors
 from strategies.core.agreement import raise_everywhere
 from strategies.elastic import event_log, preemption
-from strategies.elastic.assignment import Report, placed
-from strategies.elastic.commit_buffers import Copies
+from strategies.elastic.assignment import RankReport, assign_roles
+from strategies.elastic.commit_buffers import DoubleBuffer
 from strategies.elastic.elastic_state import State
-from strategies.elastic.surviving_ranks import shrunk, without_the_dead
+from strategies.elastic.surviving_ranks import retry_on_survivors, shrink
 
-__all__ = ["Members", "TooFew"]
+__all__ = ["ElasticGroup", "TooFewRanksError"]
 
 _log = logging.getLogger(__name__)
 
@@ -37,11 +37,11 @@ _FOLLOW_WITHIN = 1.0
 T = TypeVar("T")
 
 
-class TooFew(errors.UnavailableError):
+class TooFewRanksError(errors.UnavailableError):
     """Fewer ranks live than the program wants."""
 
 
-class Members:
+class ElasticGroup:
     """All ranks that live, of which some train; its methods are *collective* over all.
 
     Args:
@@ -112,18 +112,18 @@ class Members:
             return
         # Nobody has trained: all things are as they were, and a commit that the program has made
         # before has not what spare ranks need.
-        self._state.copies.go_back(max(report.number for report in reports))
+        self._state.copies.rollback(max(report.number for report in reports))
         self._state.share_inputs()  # also the rows of dead ranks
         self.begin(failed_at)
 
-    def _place(self, reports: Sequence[Report], failed_at: float | None) -> None:
+    def _place(self, reports: Sequence[RankReport], failed_at: float | None) -> None:
         state, comm = self._state, self.everyone
         self._has_begun = True
         self.is_through = any(report.is_through for report in reports)
         self._status = next((r.status for r in reports if r.status is not None), None)
         if any(report.has_stopped for report in reports):
             preemption.accept_all()
-        found = placed(reports, comm.size if self.is_through else self._most)
+        found = assign_roles(reports, comm.size if self.is_through else self._most)
         if found is None:
             raise comm.raised_by_all(
                 errors.UnavailableError(
@@ -139,12 +139,12 @@ class Members:
         self.trains = part is not None
         state.for_others = self.has_spares
         if part is None:
-            state.copies = Copies()
+            state.copies = DoubleBuffer()
             event_log.write("spare")
             return
         if state.comm is not self.everyone:
             self._freed = state.comm
-        state.go_on(part, {found.ranks.index(rank): at for rank, at in found.admitted.items()})
+        state.resume(part, {found.ranks.index(rank): at for rank, at in found.admitted.items()})
         if self.is_through:
             return
         if comm.rank in found.admitted:
@@ -155,7 +155,7 @@ class Members:
         if failed_at is not None and part.rank == 0:
             _log.warning("goes on with %d ranks from commit %d", part.size, state.number)
 
-    def free(self) -> None:
+    def release(self) -> None:
         """Close the group of those that have trained, of which nothing is needed any more."""
         freed, self._freed = self._freed, None
         if freed is not None:
@@ -200,7 +200,7 @@ class Members:
         if self._status is not None:
             cc.leave(self._status)
 
-    def after(self, error: Exception) -> None:
+    def next_attempt(self, error: Exception) -> None:
         """Go on without the dead, if it was a death; else raise the error on all."""
         # Who is silent would not come to a meeting either.
         if not cc.is_fault_tolerant() or isinstance(error, cc.CollectiveTimeout):
@@ -219,7 +219,7 @@ class Members:
             nonlocal failed
             failed = bool(comm.allreduce(int(own is not None), op=cc.MAX))
 
-        comm = without_the_dead(shrunk(self.everyone), exchange)
+        comm = retry_on_survivors(shrink(self.everyone), exchange)
         if failed:
             raise_everywhere(own, comm, "train")
         state.comm = self.everyone = comm
@@ -240,9 +240,9 @@ class Members:
                 f"others train, expected all of them to leave"
             ) from leaving
 
-    def _report(self) -> Report:
+    def _report(self) -> RankReport:
         state = self._state
-        return Report(
+        return RankReport(
             state.number,
             state.copies.places(),
             self.is_through,
@@ -254,7 +254,7 @@ class Members:
     def _check(self, count: int) -> None:
         if count < self._fewest:
             raise self.everyone.raised_by_all(
-                TooFew(
+                TooFewRanksError(
                     f"run_elastic: too few ranks live, expected at least {self._fewest}, got "
                     f"{count}"
                 )

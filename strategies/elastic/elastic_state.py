@@ -14,12 +14,12 @@ from strategies import errors
 from strategies.checkpoint import serialization
 from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.boxes import Slice
-from strategies.checkpoint.distributed_tensors import Parts
-from strategies.checkpoint.restoring import put_back
+from strategies.checkpoint.distributed_tensors import PartialReads
+from strategies.checkpoint.restoring import restore_into
 from strategies.core import array_ops
 from strategies.core.agreement import compare, raise_everywhere
 from strategies.elastic import event_log
-from strategies.elastic.commit_buffers import NOTHING, Copies, Copy
+from strategies.elastic.commit_buffers import NOTHING, Commit, DoubleBuffer
 
 __all__ = ["State"]
 
@@ -86,14 +86,14 @@ class State:
                 "State: expected things by name, as model=model, and none called verify, which is "
                 f"an argument of commit, got {', '.join(things) or 'nothing'}"
             )
-        if parts := Parts(things).names:
+        if parts := PartialReads(things).names:
             raise ValueError(f"State: {_LOST}, got a part (name: {parts[0]})")
         if name := next(_pipelines(things), None):
             raise ValueError(f"State: {_PIPELINE}, got a pipeline (name: {name})")
         self.comm = cc.init() if comm is None else comm
         self._things = things
         self.for_others = False
-        self.copies = Copies()
+        self.copies = DoubleBuffer()
         self.in_files: dict[str, int] = {}
 
     @property
@@ -115,7 +115,7 @@ class State:
 
     def arrays(self) -> Iterator[Any]:
         """Give the arrays of all things as they are, but of inputs."""
-        yield from serialization.collect(self._others(), None)[0].values()
+        yield from serialization.serialize(self._others(), None)[0].values()
 
     def commit(self, *, verify: bool = False, **new: Any) -> None:
         """Copy all things as they are now: from here the job goes on after a failure.
@@ -148,7 +148,7 @@ class State:
             copied = self._with_those_of_others(copied)
         copies.next = copied._replace(inputs=inputs)
         self.comm.barrier()
-        copies.turn()
+        copies.swap()
         event_log.write("commit", commit=number)
 
     def restore(self) -> None:
@@ -161,7 +161,7 @@ class State:
             raise errors.FailedPreconditionError("restore: expected a commit before, got none")
         self._put_back(self.copies.kept)
 
-    def go_on(self, comm: cc.Communicator, places: Mapping[int, int] | None = None) -> None:
+    def resume(self, comm: cc.Communicator, places: Mapping[int, int] | None = None) -> None:
         """Give all things back as they were at the last commit that any rank is sure of.
 
         Inputs are dealt out anew: rows that were used before that commit do not come again, all
@@ -182,9 +182,9 @@ class State:
             raise comm.raised_by_all(
                 errors.FailedPreconditionError("go_on: expected a commit before, got none")
             )
-        self.copies.go_back(newest)
+        self.copies.rollback(newest)
         if places:
-            self.copies.hand_on(comm, places)
+            self.copies.send_to(comm, places)
         self._put_back(self.copies.kept)
 
     def share_inputs(self) -> None:
@@ -207,14 +207,14 @@ class State:
 
     def _inputs(self) -> list[tuple[str, Any]]:
         found = self._things.items()
-        return [(name, thing) for name, thing in found if kinds.kind_of(thing) is _INPUT]
+        return [(name, thing) for name, thing in found if kinds.protocol_of(thing) is _INPUT]
 
     def _others(self, things: Mapping[str, Any] | None = None) -> dict[str, Any]:
         inputs = dict(self._inputs())
         every = (things or self._things).items()
         return {name: thing for name, thing in every if name not in inputs}
 
-    def _copy_state(self, number: int, new: Mapping[str, Any]) -> Copy:
+    def _copy_state(self, number: int, new: Mapping[str, Any]) -> Commit:
         """Copy what this rank has, into the memory of the copy before the last one."""
         unknown = new.keys() - self._things.keys()
         if unknown:
@@ -224,19 +224,19 @@ class State:
             )
         if name := next(_pipelines(new), None):
             raise errors.InvalidArgumentError(f"commit: {_PIPELINE}, got a pipeline (name: {name})")
-        found, nodes = serialization.collect(self._others(self._things | dict(new)), None)
+        found, nodes = serialization.serialize(self._others(self._things | dict(new)), None)
         for name, array in found.items():
             if isinstance(array, Slice):
                 raise errors.InvalidArgumentError(f"commit: {_LOST}, got a part (name: {name})")
         before = self.copies.next.tensors
         self.copies.next = NOTHING
         tensors = {name: _copy(array, before.get(name)) for name, array in found.items()}
-        return Copy(number, nodes, tensors, {}, self.comm.rank, self.comm.size)
+        return Commit(number, nodes, tensors, {}, self.comm.rank, self.comm.size)
 
-    def _with_those_of_others(self, copy: Copy) -> Copy:
+    def _with_those_of_others(self, copy: Commit) -> Commit:
         """Add to a copy what each of the other ranks has of its own; *collective*."""
         own = {name: thing for name, thing in self._others().items() if _is_of_rank(thing)}
-        found, nodes = serialization.collect(own, self.comm)
+        found, nodes = serialization.serialize(own, self.comm)
         known, theirs = copy.tensors, tuple(f"{name}/" for name in own)
         tensors = {n: array for n, array in known.items() if not f"{n}/".startswith(theirs)}
         tensors |= {
@@ -245,11 +245,13 @@ class State:
         }
         return copy._replace(nodes=copy.nodes | nodes, tensors=tensors)
 
-    def _put_back(self, copy: Copy) -> None:
+    def _put_back(self, copy: Commit) -> None:
         others = self._others()
         # Things may keep what they are given.
         tensors = {name: array.copy() for name, array in copy.tensors.items()}
-        new, puts = put_back(copy.nodes, tensors, others, None, Parts({}), place=copy.place)
+        new, puts = restore_into(
+            copy.nodes, tensors, others, None, PartialReads({}), place=copy.place
+        )
         for put in puts:
             put()
         self._things |= new
@@ -264,15 +266,15 @@ class State:
         equal = {
             name: thing
             for name, thing in self._others().items()
-            if not getattr(kinds.kind_of(thing), "of_rank", False)
+            if not getattr(kinds.protocol_of(thing), "of_rank", False)
         }
-        found, _ = serialization.collect(equal, None)
+        found, _ = serialization.serialize(equal, None)
         return [f"{name}: checksum {_checksum(array):08x}" for name, array in found.items()]
 
 
 def _pipelines(things: Any, name: str = "") -> Iterator[str]:
     """Give the names of the pipelines among things, and in their containers."""
-    if kinds.kind_of(things) is kinds.KINDS["pipeline"]:
+    if kinds.protocol_of(things) is kinds.KINDS["pipeline"]:
         yield name
     elif isinstance(things, Mapping):
         for key, thing in things.items():
@@ -285,7 +287,7 @@ def _pipelines(things: Any, name: str = "") -> Iterator[str]:
 
 def _is_of_rank(thing: Any) -> bool:
     """Whether each rank has its own of this, or of something in it."""
-    kind = kinds.kind_of(thing)
+    kind = kinds.protocol_of(thing)
     if kind is not None:
         return kind.of_rank
     if kinds.key_kind(thing) is not None:
@@ -297,7 +299,7 @@ def _is_of_rank(thing: Any) -> bool:
 def _copy(array: Any, into: Any) -> Any:
     """Copy an array of any library to the host, where there is memory of its form into that."""
     source = array_ops.host(array)
-    source = np.asarray(kinds.hosted(array)) if source is None else source
+    source = np.asarray(kinds.to_host(array)) if source is None else source
     if into is None or into.shape != source.shape or into.dtype != source.dtype:
         into = np.empty(source.shape, source.dtype)
     np.copyto(into, source)
@@ -306,6 +308,6 @@ def _copy(array: Any, into: Any) -> Any:
 
 def _checksum(array: Any) -> int:
     total = 0
-    for part in array_ops.bits(array):
+    for part in array_ops.byte_views(array):
         total = zlib.crc32(part.data, total)
     return total

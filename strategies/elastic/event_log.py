@@ -64,13 +64,13 @@ def write(event: str, /, **facts: Any) -> None:
     global _descriptor
     rank = number_at_start()
     if _descriptor is None:
-        _descriptor = _opened(rank)
+        _descriptor = _open(rank)
     if _descriptor >= 0:
         line = json.dumps({"event": event, "time": round(time.time(), 6), "rank": rank, **facts})
         os.write(_descriptor, line.encode() + b"\n")
 
 
-def _opened(rank: int) -> int:
+def _open(rank: int) -> int:
     folder = os.environ.get(VARIABLE, "")
     if not folder:
         return -1

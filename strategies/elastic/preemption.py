@@ -25,7 +25,7 @@ from typing import Any
 
 import collectives as cc
 from strategies.core.validation import number
-from strategies.elastic.surviving_ranks import without_the_dead
+from strategies.elastic.surviving_ranks import retry_on_survivors
 
 __all__ = ["STOPPED_EARLY", "Preemption", "accept_all", "is_accepted"]
 
@@ -94,7 +94,7 @@ class Preemption:
         self._is_of_world = cc.is_initialized() and self._comm is cc.init()
         self._signals = tuple(signals)
         self._before: dict[int, Any] = {}
-        self._notes: _Notes | None = None
+        self._notes: _SignalThread | None = None
 
     def request(self) -> None:
         """Do as if a signal had come; from any thread, harmless when repeated."""
@@ -104,7 +104,7 @@ class Preemption:
         if self._notes is not None:
             self._notes.wake()
 
-    def hear(self) -> None:
+    def poll(self) -> None:
         """Know that another rank was asked to stop, which all others hear of, too."""
         if not self.asked:
             if self._notes is not None:
@@ -119,13 +119,13 @@ class Preemption:
             signal.signal(each, signal.SIG_IGN if ignore else after)
         self._before.clear()
 
-    def accept(self) -> None:
+    def acknowledge(self) -> None:
         """Say that a checkpoint was written for it; what a session does."""
         self.accepted = True
 
     def __enter__(self) -> Preemption:
         if self._comm is not None:
-            self._notes = _Notes(self._comm, self)
+            self._notes = _SignalThread(self._comm, self)
         if threading.current_thread() is threading.main_thread():
             for each in self._signals:
                 self._before[each] = signal.signal(each, lambda *what: self.request())
@@ -154,7 +154,7 @@ class Preemption:
             self._comm = cc.init()  # a smaller one, where ranks have died
         try:
             if kind is None and self._comm is not None:
-                self._comm = without_the_dead(self._comm, self._share)
+                self._comm = retry_on_survivors(self._comm, self._share)
             leaves = kind is None and self.accepted
         finally:
             self.restore_signals(ignore=leaves)
@@ -177,10 +177,10 @@ def is_accepted() -> bool:
 def accept_all() -> None:
     """Say so for a rank that has no session, of which others have stopped."""
     for each in _open:
-        each.accept()
+        each.acknowledge()
 
 
-class _Notes:
+class _SignalThread:
     """The thread that tells other ranks, and hears from them."""
 
     def __init__(self, comm: cc.Communicator, preemption: Preemption) -> None:

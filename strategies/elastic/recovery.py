@@ -21,7 +21,7 @@ from typing import TypeVar, cast
 import collectives as cc
 from strategies.core.validation import integer
 from strategies.elastic import event_log
-from strategies.elastic.elastic_group import Members, TooFew
+from strategies.elastic.elastic_group import ElasticGroup, TooFewRanksError
 from strategies.elastic.elastic_state import State
 
 __all__ = ["run_elastic"]
@@ -92,7 +92,7 @@ def run_elastic(
     most = state.comm.size
     if max_ranks is not None:
         most = integer("run_elastic", "max_ranks", max_ranks, least=min_ranks)
-    members = Members(state, min_ranks, most)
+    members = ElasticGroup(state, min_ranks, most)
     prepare: Callable[[], None] = members.begin
     result = None
     known: cc.Communicator | None = state.comm  # that `train` works with; None on a spare rank
@@ -103,18 +103,18 @@ def run_elastic(
             comm, known = known, state.comm if members.trains else None
             if known is not comm and known is not None and on_reset is not None:
                 on_reset()
-            members.free()
+            members.release()
             failed_at = None
             if members.trains and not members.is_through:
                 result = members.train(train)
             if members.meet():
                 break
             prepare = members.place  # all of them
-        except TooFew:
+        except TooFewRanksError:
             raise
         except Exception as error:
             failed_at = failed_at or time.monotonic()
-            members.after(error)
+            members.next_attempt(error)
             prepare = partial(members.place, failed_at)
     event_log.write("end")
     members.leave()

@@ -6,10 +6,10 @@ from collections.abc import Callable
 
 import collectives as cc
 
-__all__ = ["shrunk", "without_the_dead"]
+__all__ = ["shrink", "retry_on_survivors"]
 
 
-def shrunk(comm: cc.Communicator) -> cc.Communicator:
+def shrink(comm: cc.Communicator) -> cc.Communicator:
     """Make a communicator of the ranks that live; of the world, it is the new world; *collective*.
 
     Raises:
@@ -19,7 +19,7 @@ def shrunk(comm: cc.Communicator) -> cc.Communicator:
     return cc.shrink() if comm is cc.init() else comm.shrink()
 
 
-def without_the_dead(
+def retry_on_survivors(
     comm: cc.Communicator, call: Callable[[cc.Communicator], object]
 ) -> cc.Communicator:
     """Make a collective call until all that live have made it; *collective* over these.
@@ -50,4 +50,4 @@ def without_the_dead(
                 raise
         if comm.agreed(done):
             return comm
-        comm = shrunk(comm)
+        comm = shrink(comm)

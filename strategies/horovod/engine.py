@@ -32,14 +32,14 @@ from typing import Any, cast
 import numpy as np
 
 import collectives as cc
-from strategies.horovod.execution import Pending, Work, carry_out
-from strategies.horovod.helper import Helper, Pause
-from strategies.horovod.known import MOST, Joined, Known, Late, Leaves, News, Told
+from strategies.horovod.execution import PendingRequest, Response, execute
+from strategies.horovod.helper import BackgroundThread, CycleTime
+from strategies.horovod.known import MOST, Joined, Leaving, NegotiationState, News, Ready, Stalled
 from strategies.horovod.names import NamesInUse
-from strategies.horovod.table import Entry, slot_of
-from strategies.horovod.words import Description, Key, label
+from strategies.horovod.table import CacheEntry, cache_key
+from strategies.horovod.words import RequestKey, RequestSignature, label
 
-__all__ = ["Engine"]
+__all__ = ["Controller"]
 
 log = logging.getLogger(__name__)
 
@@ -51,7 +51,7 @@ _TELL = 0.1
 _WIDTHS = (256, 1024, MOST + 1)
 
 
-class Engine:
+class Controller:
     """Carries out the named calls of a group of ranks.
 
     Args:
@@ -72,22 +72,24 @@ class Engine:
         self._driving = threading.Lock()
         # Guards what follows until the next comment: it is changed by whoever makes a call.
         self._lock = threading.Lock()
-        self._fresh: list[Pending] = []  # not in a round yet
+        self._fresh: list[PendingRequest] = []  # not in a round yet
         self._news: list[News] = []
         self._waiting = 0  # threads in `wait`
         self._broken: Exception | None = None  # why there can be no more calls
-        self._owed: dict[Key, str] = {}  # calls that have failed elsewhere, and how
+        self._owed: dict[RequestKey, str] = {}  # calls that have failed elsewhere, and how
         # Of this rank, changed in rounds.
-        self._held: dict[Key, Pending] = {}
-        self._ready: dict[int, Pending] = {}  # by number
-        self._joining: Pending | None = None
-        self._shutdown: Pending | None = None
+        self._held: dict[RequestKey, PendingRequest] = {}
+        self._ready: dict[int, PendingRequest] = {}  # by number
+        self._joining: PendingRequest | None = None
+        self._shutdown: PendingRequest | None = None
         self._fruitless = 0
         # The same on all ranks.
-        self._known = Known(comm)
-        self._helper = Helper(self._is_left_alone, self._meet, allowed=self._may_use_threads())
+        self._known = NegotiationState(comm)
+        self._helper = BackgroundThread(
+            self._only_rank_active, self._negotiate, allowed=self._may_use_threads()
+        )
 
-    def submit(self, pending: Pending, *, alone: bool) -> None:
+    def submit(self, pending: PendingRequest, *, alone: bool) -> None:
         """Make a call; the thread that does so will `wait` at once unless it is left `alone`.
 
         Raises:
@@ -101,27 +103,27 @@ class Engine:
                 raise cc.CollectiveTimeout(owed)
             self._fresh.append(pending)
         if alone:
-            self._helper.rouse()
+            self._helper.wake()
 
-    def wait(self, pending: Pending) -> None:
+    def wait(self, pending: PendingRequest) -> None:
         """Take part in rounds until a call is carried out, or has failed."""
         with self._lock:
             self._waiting += 1
-        pause = Pause()
+        pause = CycleTime()
         try:
             while not pending.done:
-                pause.after(self._meet(pending))
+                pause.after(self._negotiate(pending))
         finally:
             with self._lock:
                 self._waiting -= 1
-            if self._busy():
-                self._helper.rouse()
+            if self._has_pending():
+                self._helper.wake()
 
     def join(self) -> int:
         """Take part without data until all ranks do; returns the last one to come."""
         for earlier in self.waiting():
             self.wait(earlier)
-        pending = Pending(Key("join"), Description("join"))
+        pending = PendingRequest(RequestKey("join"), RequestSignature("join"))
         with self._lock:
             self._check_usable(pending)
             self._joining = pending
@@ -135,10 +137,10 @@ class Engine:
     def leave(self) -> None:
         """Wait until all ranks leave, and end; *collective*. Calls of the others fail."""
         if self._broken is None:
-            pending = Pending(Key("shutdown"), Description("shutdown"))
+            pending = PendingRequest(RequestKey("shutdown"), RequestSignature("shutdown"))
             with self._lock:
                 self._shutdown = pending
-                self._news.append(Leaves())
+                self._news.append(Leaving())
             self.wait(pending)
         self.stop()
 
@@ -146,7 +148,7 @@ class Engine:
         """End the thread."""
         self._helper.stop()
 
-    def waiting(self) -> list[Pending]:
+    def waiting(self) -> list[PendingRequest]:
         """Return the calls that are not carried out."""
         return [*self._held.values(), *self._fresh]
 
@@ -159,31 +161,31 @@ class Engine:
                 return False
         return True
 
-    def _check_usable(self, pending: Pending) -> None:
+    def _check_usable(self, pending: PendingRequest) -> None:
         if self._broken is not None:
             raise cc.CollectiveError(
                 f"{label(pending.key, pending.description)}: not carried out, since {self._broken}"
             )
 
-    def _busy(self) -> bool:
+    def _has_pending(self) -> bool:
         """Whether this rank wants to meet the others, or some of them wait for its call."""
         own = self._fresh or self._held or self._news or self._joining or self._shutdown
         return bool(own or self._known.told) and self._broken is None
 
-    def _is_left_alone(self) -> bool:
+    def _only_rank_active(self) -> bool:
         """Whether there is something to do, and no thread waits for it."""
-        return self._busy() and not self._waiting
+        return self._has_pending() and not self._waiting
 
     # A round.
 
-    def _meet(self, pending: Pending | None = None) -> bool:
+    def _negotiate(self, pending: PendingRequest | None = None) -> bool:
         """Meet the other ranks once, unless a call is done; tells whether anything came of it."""
         with self._driving:
-            if (pending is not None and pending.done) or not self._busy():
+            if (pending is not None and pending.done) or not self._has_pending():
                 return True
-            return self._round()
+            return self._cycle()
 
-    def _round(self) -> bool:
+    def _cycle(self) -> bool:
         """Make a round; an error in one is the end of all calls."""
         try:
             return self._exchange()
@@ -201,7 +203,7 @@ class Engine:
         row[...] = 0
         row[0] = not news
         if self._comm.rank in joined:  # the others decide
-            row[1 : len(table) + 1] = [self._known.possible(table[n][1]) for n in range(len(table))]
+            row[1 : len(table) + 1] = [self._known.runnable(table[n][1]) for n in range(len(table))]
         if self._ready:
             row[[number + 1 for number in self._ready]] = 1
         self._round_of(width)()
@@ -210,12 +212,12 @@ class Engine:
         works = [self._work(table[n][1], self._ready.pop(n, None)) for n in numbers]
         table.used(numbers)
         if told is not None:
-            works += self._hear(told)
+            works += self._apply(told)
         self._fruitless = 0 if works else self._fruitless + 1
         for work in works:
             if work.pending is not None:
                 del self._held[work.pending.key]
-        carry_out(works)
+        execute(works)
         return bool(works) or told is not None
 
     def _round_of(self, width: int) -> Callable[[], Any]:
@@ -231,12 +233,12 @@ class Engine:
             news, self._news = self._news, []
         later = []
         for pending in fresh:
-            number = self._known.table.find((slot_of(pending.key), pending.description))
+            number = self._known.table.find((cache_key(pending.key), pending.description))
             if pending.key in self._held or number in self._ready:
                 later.append(pending)  # one by one
             elif number is None or pending.key in self._known.told:
                 self._held[pending.key] = pending
-                news.append(Told(pending.key, pending.description))
+                news.append(Ready(pending.key, pending.description))
             else:
                 self._held[pending.key] = pending
                 self._ready[number] = pending
@@ -255,14 +257,14 @@ class Engine:
         for number, pending in list(self._ready.items()):
             if now - pending.since > _TELL:
                 del self._ready[number]
-                news.append(Told(pending.key, pending.description))
+                news.append(Ready(pending.key, pending.description))
         for key in self._known.told:
             held = self._held.get(key)
             if held is None or key in self._owed:
                 continue
             age = now - held.since
             if age > settings.timeout:
-                news.append(Late(key))
+                news.append(Stalled(key))
             elif age > settings.stall_warning and not held.warned:
                 held.warned = True
                 log.warning(
@@ -274,21 +276,21 @@ class Engine:
 
     # What ranks have told; the same is done on all of them.
 
-    def _hear(self, told: Sequence[Sequence[News]]) -> list[Work]:
+    def _apply(self, told: Sequence[Sequence[News]]) -> list[Response]:
         """Take in the news of all ranks; returns the calls that are ready now."""
-        late = self._known.hear(told)
+        late = self._known.apply(told)
         for number, pending in list(self._ready.items()):
             if pending.key in self._known.told:  # tell it, too
                 del self._ready[number]
                 del self._held[pending.key]
                 with self._lock:
                     self._fresh.insert(0, pending)
-        self._have_joined()
+        self._on_joined()
         works = [self._decide(key, late=key in late) for key in list(self._known.told)]
-        self._have_left()
+        self._on_left()
         return [work for work in works if work is not None]
 
-    def _decide(self, key: Key, *, late: bool) -> Work | None:
+    def _decide(self, key: RequestKey, *, late: bool) -> Response | None:
         """Carry out a call that all ranks have told, or let it fail on all of them."""
         error, missing = self._known.error(key, late=late), self._known.missing(key)
         if error is None and missing:
@@ -296,7 +298,7 @@ class Engine:
         told = self._known.told.pop(key)
         if error is None:
             what, pending = told[min(told)], self._held.get(key)
-            self._number((slot_of(key), what))
+            self._number((cache_key(key), what))
             return self._work(what, pending)
         if isinstance(error, cc.CollectiveTimeout) and self._comm.rank in missing:
             self._owed[key] = str(error)
@@ -305,7 +307,7 @@ class Engine:
             own.fail(self._comm.raised_by_all(error, min(told)))
         return None
 
-    def _number(self, entry: Entry) -> None:
+    def _number(self, entry: CacheEntry) -> None:
         """Give a call a number, perhaps that of another one."""
         number = self._known.table.add(entry)
         replaced = self._ready.pop(number, None)
@@ -314,10 +316,10 @@ class Engine:
             with self._lock:
                 self._fresh.insert(0, replaced)
 
-    def _work(self, what: Description, pending: Pending | None) -> Work:
-        return Work(what, pending, self._comm, len(self._known.joined))
+    def _work(self, what: RequestSignature, pending: PendingRequest | None) -> Response:
+        return Response(what, pending, self._comm, len(self._known.joined))
 
-    def _have_joined(self) -> None:
+    def _on_joined(self) -> None:
         joined = self._known.joined
         if len(joined) == self._comm.size:
             last = joined[-1]
@@ -327,7 +329,7 @@ class Engine:
                 self._joining.succeed([last])
                 self._joining = None
 
-    def _have_left(self) -> None:
+    def _on_left(self) -> None:
         if len(self._known.leaving) == self._comm.size:
             self._broken = cc.CollectiveError("shutdown was called")
             if self._shutdown is not None:

@@ -14,9 +14,9 @@ import numpy as np
 
 import collectives as cc
 from strategies.core import array_ops
-from strategies.horovod.words import Description, Key
+from strategies.horovod.words import RequestKey, RequestSignature
 
-__all__ = ["WITHOUT_JOINED", "Pending", "Work", "carry_out"]
+__all__ = ["WITHOUT_JOINED", "PendingRequest", "Response", "execute"]
 
 OPS: dict[str, Any] = {op.value: op for op in (cc.MEAN, cc.SUM, cc.MIN, cc.MAX, cc.PRODUCT)}
 
@@ -24,7 +24,7 @@ WITHOUT_JOINED = ("alltoall", "reducescatter")
 """Operations whose rows would be lost on a rank that has joined."""
 
 
-class Pending:
+class PendingRequest:
     """A call of this rank, and what became of it.
 
     Attributes:
@@ -47,8 +47,8 @@ class Pending:
 
     def __init__(
         self,
-        key: Key,
-        description: Description,
+        key: RequestKey,
+        description: RequestSignature,
         arrays: Sequence[Any] = (),
         targets: Sequence[Any] | None = None,
         splits: Sequence[int] | None = None,
@@ -78,7 +78,7 @@ class Pending:
         self.done = True
 
 
-class Work(NamedTuple):
+class Response(NamedTuple):
     """A call that all ranks are ready for.
 
     Attributes:
@@ -88,8 +88,8 @@ class Work(NamedTuple):
         absent: how many of these have joined.
     """
 
-    description: Description
-    pending: Pending | None
+    description: RequestSignature
+    pending: PendingRequest | None
     comm: cc.Communicator
     absent: int
 
@@ -99,19 +99,19 @@ class Work(NamedTuple):
             return self.pending.arrays
         what = self.description
         if what.operation == "allreduce":
-            return [_neutral(dtype, shape, what.op) for dtype, shape in what.arrays]
+            return [_identity_element(dtype, shape, what.op) for dtype, shape in what.arrays]
         if what.operation == "allgather":
             return [np.empty((0, *row), np.dtype(dtype)) for dtype, row in what.arrays]
         return [np.empty(shape, np.dtype(dtype)) for dtype, shape in what.arrays]
 
 
-def carry_out(works: Sequence[Work]) -> None:
+def execute(works: Sequence[Response]) -> None:
     """Carry out calls, all-reductions first; *collective*, the same calls on all ranks.
 
     Raises:
         CollectiveError: other than `MismatchError`: the ranks are not in step any more.
     """
-    together: dict[Any, list[Work]] = {}
+    together: dict[Any, list[Response]] = {}
     alone = []
     for work in works:
         if work.description.operation == "allreduce":
@@ -124,7 +124,7 @@ def carry_out(works: Sequence[Work]) -> None:
         _attempt([work], lambda work=work: [_ALONE[work.description.operation](work)])
 
 
-def _attempt(works: Sequence[Work], run: Any) -> None:
+def _attempt(works: Sequence[Response], run: Any) -> None:
     """Hand over what a call returns, or the error that all ranks raise."""
     try:
         results = run()
@@ -137,7 +137,7 @@ def _attempt(works: Sequence[Work], run: Any) -> None:
                 work.pending.fail(error)
 
 
-def _reduce(works: Sequence[Work], op: Any) -> list[list[Any]]:
+def _reduce(works: Sequence[Response], op: Any) -> list[list[Any]]:
     """Make all-reductions of one op together."""
     comm = works[0].comm
     brought = [[_summable(x, work.description) for x in work.arrays()] for work in works]
@@ -154,7 +154,7 @@ def _reduce(works: Sequence[Work], op: Any) -> list[list[Any]]:
     return results
 
 
-def _targets(works: Sequence[Work], brought: Sequence[Sequence[Any]]) -> list[Any] | None:
+def _targets(works: Sequence[Response], brought: Sequence[Sequence[Any]]) -> list[Any] | None:
     """Return where results go, if all of them go to arrays that are there."""
     targets: list[Any] = []
     for work, own in zip(works, brought, strict=True):
@@ -169,7 +169,7 @@ def _targets(works: Sequence[Work], brought: Sequence[Sequence[Any]]) -> list[An
     return targets
 
 
-def _reducescatter(work: Work) -> list[Any]:
+def _reducescatter(work: Response) -> list[Any]:
     op = _op(work.description)
     return [
         _mean(work.comm.reduce_scatter(_summable(x, work.description), op=op), work, i)
@@ -177,11 +177,11 @@ def _reducescatter(work: Work) -> list[Any]:
     ]
 
 
-def _allgather(work: Work) -> list[Any]:
+def _allgather(work: Response) -> list[Any]:
     return [work.comm.allgather(x) for x in work.arrays()]
 
 
-def _broadcast(work: Work) -> list[Any]:
+def _broadcast(work: Response) -> list[Any]:
     targets = None if work.pending is None else work.pending.targets
     return [
         work.comm.broadcast(x, work.description.root, out=None if targets is None else targets[i])
@@ -189,7 +189,7 @@ def _broadcast(work: Work) -> list[Any]:
     ]
 
 
-def _alltoall(work: Work) -> list[Any]:
+def _alltoall(work: Response) -> list[Any]:
     assert work.pending is not None
     assert work.pending.splits is not None
     splits = np.array(work.pending.splits, np.int64)
@@ -197,7 +197,7 @@ def _alltoall(work: Work) -> list[Any]:
     return [work.comm.alltoall(work.arrays()[0], splits=work.pending.splits), received]
 
 
-def _barrier(work: Work) -> list[Any]:
+def _barrier(work: Response) -> list[Any]:
     work.comm.barrier()
     return []
 
@@ -211,7 +211,7 @@ _ALONE: dict[str, Any] = {
 }
 
 
-def _op(description: Description) -> Any:
+def _op(description: RequestSignature) -> Any:
     """How arrays are combined: integers are added, and divided then."""
     whole = any(_is_integer(dtype) for dtype, _ in description.arrays)
     return cc.SUM if whole and description.op == "MEAN" else OPS[description.op]
@@ -221,7 +221,7 @@ def _is_integer(dtype: str) -> bool:
     return "int" in dtype
 
 
-def _summable(x: Any, description: Description) -> Any:
+def _summable(x: Any, description: RequestSignature) -> Any:
     """Widen integers of which a mean is asked for, so that their sum fits."""
     if description.op != "MEAN" or not _is_integer(array_ops.dtype_name(x)):
         return x
@@ -230,7 +230,7 @@ def _summable(x: Any, description: Description) -> Any:
     return whole if whole.dtype.itemsize == 8 else whole.astype(np.int64)
 
 
-def _mean(result: Any, work: Work, index: int) -> Any:
+def _mean(result: Any, work: Response, index: int) -> Any:
     """Make of a reduction the mean over the ranks that have not joined, if that is asked for."""
     if work.description.op != "MEAN":
         return result
@@ -239,11 +239,11 @@ def _mean(result: Any, work: Work, index: int) -> Any:
     if _is_integer(dtype):
         rounded = np.sign(result) * (np.abs(result) // present)  # towards zero
         own = work.arrays()[index]
-        return array_ops.beside(own, np.asarray(rounded, dtype))
+        return array_ops.on_same_device(own, np.asarray(rounded, dtype))
     return result if not work.absent else result * (work.comm.size / present)
 
 
-def _neutral(dtype: str, shape: tuple[int, ...], op: str) -> Any:
+def _identity_element(dtype: str, shape: tuple[int, ...], op: str) -> Any:
     """Return an array that changes no reduction."""
     kind = np.dtype(dtype)
     if op in ("MEAN", "SUM"):

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from strategies.horovod.execution import Pending
-from strategies.horovod.meanings import Call
+from strategies.horovod.execution import PendingRequest
+from strategies.horovod.meanings import RequestSpec
 from strategies.horovod.process_sets import Bound, ProcessSet
-from strategies.horovod.words import Description, Key
+from strategies.horovod.words import RequestKey, RequestSignature
 
 __all__ = ["Handle", "poll", "start", "synchronize"]
 
@@ -23,7 +23,7 @@ class Handle:
     """
 
     def __init__(
-        self, bound: Bound, pending: Pending, finish: Callable[[Sequence[Any]], Any]
+        self, bound: Bound, pending: PendingRequest, finish: Callable[[Sequence[Any]], Any]
     ) -> None:
         self._bound, self._pending, self._finish = bound, pending, finish
         self._result: Any = None
@@ -70,7 +70,7 @@ def start(
     operation: str,
     process_set: ProcessSet,
     name: str | None,
-    prepare: Callable[[Bound], Call],
+    prepare: Callable[[Bound], RequestSpec],
     *,
     alone: bool = True,
 ) -> Handle:
@@ -89,7 +89,7 @@ def start(
     bound = process_set.bound(operation)
     engine = bound.engine
     assert engine is not None
-    key = Key(None, next(engine.unnamed)) if name is None else Key(str(name))
+    key = RequestKey(None, next(engine.unnamed)) if name is None else RequestKey(str(name))
     try:
         if key.name in engine.names:
             raise ValueError(
@@ -98,10 +98,10 @@ def start(
             )
         call = prepare(bound)
     except (TypeError, ValueError) as error:
-        refused = Description(operation, refused=f"{type(error).__name__}: {error}")
-        engine.submit(Pending(key, refused), alone=True)
+        refused = RequestSignature(operation, refused=f"{type(error).__name__}: {error}")
+        engine.submit(PendingRequest(key, refused), alone=True)
         raise
-    pending = Pending(key, call.description, call.arrays, call.targets, call.splits)
+    pending = PendingRequest(key, call.description, call.arrays, call.targets, call.splits)
     handle = Handle(bound, pending, call.finish)
     engine.submit(pending, alone=alone)
     engine.names.add(pending)

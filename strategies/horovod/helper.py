@@ -8,7 +8,7 @@ import time
 import weakref
 from collections.abc import Callable
 
-__all__ = ["Helper", "Pause"]
+__all__ = ["BackgroundThread", "CycleTime"]
 
 # Seconds before the thread begins a round: calls that a program makes one after the other are
 # carried out together, and a thread that waits for its result is there first.
@@ -20,7 +20,7 @@ _SHORTEST, _LONGEST = 50e-6, 0.001
 _HANDED_OVER = 1.0  # seconds that the end of the program waits for the thread
 
 
-class Pause:
+class CycleTime:
     """Time between rounds: none after one that has carried out calls, else more and more."""
 
     def __init__(self) -> None:
@@ -35,7 +35,7 @@ class Pause:
             self._seconds = min(2 * self._seconds, _LONGEST)
 
 
-class Helper:
+class BackgroundThread:
     """The thread, which starts when it is first needed.
 
     Args:
@@ -54,7 +54,7 @@ class Helper:
         self._thread: threading.Thread | None = None
         _all.add(self)
 
-    def rouse(self) -> None:
+    def wake(self) -> None:
         """Let the thread take part."""
         if self._thread is None and self._allowed and not self._stopped:
             with self._starting:
@@ -78,12 +78,12 @@ class Helper:
             self._wake.wait()
             self._wake.clear()
             time.sleep(_DELAY)
-            pause = Pause()
+            pause = CycleTime()
             while self._needed() and not self._stopped:
                 pause.after(self._meet())
 
 
-_all: weakref.WeakSet[Helper] = weakref.WeakSet()
+_all: weakref.WeakSet[BackgroundThread] = weakref.WeakSet()
 
 
 @atexit.register

@@ -12,40 +12,40 @@ from typing import NamedTuple
 
 import collectives as cc
 from strategies.horovod.execution import WITHOUT_JOINED
-from strategies.horovod.table import Table
-from strategies.horovod.words import Description, Key, difference, label, refusals
+from strategies.horovod.table import ResponseCache
+from strategies.horovod.words import RequestKey, RequestSignature, difference, label, rejections
 
-__all__ = ["MOST", "Joined", "Known", "Late", "Leaves", "News", "Told"]
+__all__ = ["MOST", "Joined", "NegotiationState", "Stalled", "Leaving", "News", "Ready"]
 
 MOST = 4095
 """How many calls have numbers."""
 
 
-class Told(NamedTuple):
+class Ready(NamedTuple):
     """A call that this rank has made, with its description."""
 
-    key: Key
-    description: Description
+    key: RequestKey
+    description: RequestSignature
 
 
-class Late(NamedTuple):
+class Stalled(NamedTuple):
     """A call has waited for too long on this rank."""
 
-    key: Key
+    key: RequestKey
 
 
 class Joined(NamedTuple):
     """This rank has no more data."""
 
 
-class Leaves(NamedTuple):
+class Leaving(NamedTuple):
     """This rank has called `shutdown`."""
 
 
-News = Told | Late | Joined | Leaves
+News = Ready | Stalled | Joined | Leaving
 
 
-class Known:
+class NegotiationState:
     """What the ranks of an engine know.
 
     Args:
@@ -60,19 +60,19 @@ class Known:
 
     def __init__(self, comm: cc.Communicator) -> None:
         self._comm = comm
-        self.table = Table(MOST)
-        self.told: dict[Key, dict[int, Description]] = {}
+        self.table = ResponseCache(MOST)
+        self.told: dict[RequestKey, dict[int, RequestSignature]] = {}
         self.joined: list[int] = []
         self.leaving: list[int] = []
 
-    def hear(self, told: Sequence[Sequence[News]]) -> set[Key]:
+    def apply(self, told: Sequence[Sequence[News]]) -> set[RequestKey]:
         """Take in the news of all ranks; returns the calls that have waited for too long."""
         late = set()
         for rank, news in enumerate(told):
             for item in news:
-                if isinstance(item, Told):
+                if isinstance(item, Ready):
                     self.told.setdefault(item.key, {})[rank] = item.description
-                elif isinstance(item, Late):
+                elif isinstance(item, Stalled):
                     late.add(item.key)
                 elif isinstance(item, Joined):
                     self.joined.append(rank)
@@ -80,16 +80,16 @@ class Known:
                     self.leaving.append(rank)
         return late
 
-    def possible(self, what: Description) -> bool:
+    def runnable(self, what: RequestSignature) -> bool:
         """Whether a call can be carried out though ranks have joined."""
         return what.operation not in WITHOUT_JOINED and what.root not in self.joined
 
-    def missing(self, key: Key) -> list[int]:
+    def missing(self, key: RequestKey) -> list[int]:
         """Return the ranks that have not made a call, and have to."""
         told = self.told[key]
         return [r for r in range(self._comm.size) if r not in told and r not in self.joined]
 
-    def error(self, key: Key, *, late: bool) -> Exception | None:
+    def error(self, key: RequestKey, *, late: bool) -> Exception | None:
         """Say why a call fails, on all ranks; None if it does not.
 
         Args:
@@ -101,8 +101,8 @@ class Known:
         first = told[min(told)]
         here = label(key, first)
         gone = [rank for rank in missing if rank in self.leaving]
-        joined = [] if self.possible(first) else [r for r in self.joined if r not in told]
-        if not missing and (refused := refusals(told, name)) is not None:
+        joined = [] if self.runnable(first) else [r for r in self.joined if r not in told]
+        if not missing and (refused := rejections(told, name)) is not None:
             return cc.MismatchError(f"{here}: {refused}")
         if gone:
             return cc.CollectiveError(f"{here}: {name(*gone)} has called shutdown before")

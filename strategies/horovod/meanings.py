@@ -16,22 +16,22 @@ import collectives as cc
 from strategies.core import array_ops
 from strategies.horovod.compression import Compression, Compressor
 from strategies.horovod.process_sets import Bound
-from strategies.horovod.words import Description
+from strategies.horovod.words import RequestSignature
 
 __all__ = [
     "Adasum",
     "Average",
-    "Call",
+    "RequestSpec",
     "Max",
     "Min",
     "Product",
     "Sum",
-    "exchange",
-    "joining",
-    "reduction",
+    "alltoall_request",
+    "allgather_request",
+    "allreduce_request",
     "scaled",
-    "scattering",
-    "sending",
+    "reducescatter_request",
+    "broadcast_request",
 ]
 
 Average, Sum, Min, Max, Product = cc.MEAN, cc.SUM, cc.MIN, cc.MAX, cc.PRODUCT
@@ -40,10 +40,10 @@ Adasum = "Adasum"
 """Not supported: using it is an error that says what to use."""
 
 
-class Call(NamedTuple):
+class RequestSpec(NamedTuple):
     """What a call means, once its arguments are checked."""
 
-    description: Description
+    description: RequestSignature
     arrays: Sequence[Any]
     finish: Callable[[Sequence[Any]], Any]
     targets: Sequence[Any] | None = None
@@ -79,7 +79,7 @@ def _row(x: Any) -> tuple[str, tuple[int, ...]]:
     return array_ops.dtype_name(x), tuple(x.shape[1:])
 
 
-def reduction(
+def allreduce_request(
     tensors: Sequence[Any],
     average: bool | None,
     op: Any,
@@ -89,21 +89,21 @@ def reduction(
     *,
     in_place: bool = False,
     one: bool = False,
-) -> Callable[[Bound], Call]:
+) -> Callable[[Bound], RequestSpec]:
     """Describe an all-reduce; `one` array is returned as such, several in a list."""
 
-    def prepare(bound: Bound) -> Call:
+    def prepare(bound: Bound) -> RequestSpec:
         if average is not None and op is not None:
             raise ValueError("allreduce: expected average or op, got both")
         usual = Sum if average is False else Average
         op_or_usual = usual if op is None else op
-        sent = _Sent(tensors, (before, after), compression, in_place=in_place, one=one)
+        sent = _Payload(tensors, (before, after), compression, in_place=in_place, one=one)
         return _reducing("allreduce", op_or_usual, sent)
 
     return prepare
 
 
-def scattering(
+def reducescatter_request(
     tensors: Sequence[Any],
     op: Any,
     before: float,
@@ -111,11 +111,11 @@ def scattering(
     compression: Compressor = Compression.none,
     *,
     one: bool = False,
-) -> Callable[[Bound], Call]:
+) -> Callable[[Bound], RequestSpec]:
     """Describe a reduce-scatter, as `reduction` does."""
 
-    def prepare(bound: Bound) -> Call:
-        sent = _Sent(tensors, (before, after), compression, one=one)
+    def prepare(bound: Bound) -> RequestSpec:
+        sent = _Payload(tensors, (before, after), compression, one=one)
         call = _reducing("reducescatter", op, sent)
         if any(not shape for _, shape in call.description.arrays):
             raise ValueError("reducescatter: a scalar has no rows, expected shape (n, ...)")
@@ -125,7 +125,7 @@ def scattering(
 
 
 @dataclass(frozen=True)
-class _Sent:
+class _Payload:
     """What is reduced, and how it travels; see `allreduce`."""
 
     tensors: Sequence[Any]
@@ -135,7 +135,7 @@ class _Sent:
     one: bool = False
 
 
-def _reducing(operation: str, op: Any, sent: _Sent) -> Call:
+def _reducing(operation: str, op: Any, sent: _Payload) -> RequestSpec:
     if op == Adasum:
         raise ValueError(
             f"{operation}: Adasum is not supported, expected Average, Sum, Min, Max or Product"
@@ -150,7 +150,9 @@ def _reducing(operation: str, op: Any, sent: _Sent) -> Call:
     pairs = [sent.compression.compress(x) for x in given]
     before, after = (float(factor) for factor in sent.factors)
     small = [scaled(x, before) for x, _ in pairs]
-    what = Description(operation, tuple([_kind(x) for x in small]), op.value, -1, (before, after))
+    what = RequestSignature(
+        operation, tuple([_kind(x) for x in small]), op.value, -1, (before, after)
+    )
 
     def finish(results: Sequence[Any]) -> Any:
         made = [
@@ -164,7 +166,7 @@ def _reducing(operation: str, op: Any, sent: _Sent) -> Call:
             made = list(sent.tensors)
         return made[0] if sent.one else made
 
-    return Call(what, small, finish, given if sent.in_place else None)
+    return RequestSpec(what, small, finish, given if sent.in_place else None)
 
 
 def _check(operation: str, op: Any, dtype: str) -> None:
@@ -187,26 +189,30 @@ def scaled(x: Any, factor: float) -> Any:
     if "int" in dtype or dtype == "bool":
         host = array_ops.host(x)
         whole = np.asarray(x.cpu() if host is None else host).astype(np.float64) * factor
-        return array_ops.beside(x, np.trunc(whole).astype(dtype))
-    return array_ops.astype(array_ops.wide(x) * factor, dtype)
+        return array_ops.on_same_device(x, np.trunc(whole).astype(dtype))
+    return array_ops.astype(array_ops.arithmetic_dtype(x) * factor, dtype)
 
 
-def joining(tensors: Sequence[Any], *, one: bool = False) -> Callable[[Bound], Call]:
+def allgather_request(
+    tensors: Sequence[Any], *, one: bool = False
+) -> Callable[[Bound], RequestSpec]:
     """Describe an all-gather; `one` array is returned as such, several in a list."""
 
-    def prepare(bound: Bound) -> Call:
+    def prepare(bound: Bound) -> RequestSpec:
         given = [_array(x) for x in tensors]
         rows = [x if len(x.shape) else x.reshape(1) for x in given]
-        what = Description("allgather", tuple([_row(x) for x in rows]))
-        return Call(what, rows, lambda results: results[0] if one else list(results))
+        what = RequestSignature("allgather", tuple([_row(x) for x in rows]))
+        return RequestSpec(what, rows, lambda results: results[0] if one else list(results))
 
     return prepare
 
 
-def sending(tensor: Any, root: int, *, in_place: bool = False) -> Callable[[Bound], Call]:
+def broadcast_request(
+    tensor: Any, root: int, *, in_place: bool = False
+) -> Callable[[Bound], RequestSpec]:
     """Describe a broadcast."""
 
-    def prepare(bound: Bound) -> Call:
+    def prepare(bound: Bound) -> RequestSpec:
         if root not in bound.ranks:
             raise ValueError(
                 f"broadcast: no such root_rank, expected one of {bound.ranks}, got {root}"
@@ -216,16 +222,16 @@ def sending(tensor: Any, root: int, *, in_place: bool = False) -> Callable[[Boun
                 f"broadcast: expected an array to change in place, got {type(tensor).__name__}"
             )
         given = _array(tensor)
-        what = Description("broadcast", (_kind(given),), root=bound.ranks.index(root))
-        return Call(what, [given], lambda results: results[0], [given] if in_place else None)
+        what = RequestSignature("broadcast", (_kind(given),), root=bound.ranks.index(root))
+        return RequestSpec(what, [given], lambda results: results[0], [given] if in_place else None)
 
     return prepare
 
 
-def exchange(tensor: Any, splits: Any) -> Callable[[Bound], Call]:
+def alltoall_request(tensor: Any, splits: Any) -> Callable[[Bound], RequestSpec]:
     """Describe an all-to-all."""
 
-    def prepare(bound: Bound) -> Call:
+    def prepare(bound: Bound) -> RequestSpec:
         given, size = _array(tensor), len(bound.ranks)
         if not len(given.shape):
             raise ValueError("alltoall: a scalar has no rows, expected shape (n, ...)")
@@ -246,9 +252,11 @@ def exchange(tensor: Any, splits: Any) -> Callable[[Bound], Call]:
                 )
 
         def finish(results: Sequence[Any]) -> Any:
-            received = array_ops.beside(given, np.asarray(results[1], np.int32))
+            received = array_ops.on_same_device(given, np.asarray(results[1], np.int32))
             return results[0] if splits is None else (results[0], received)
 
-        return Call(Description("alltoall", (_row(given),)), [given], finish, splits=shares)
+        return RequestSpec(
+            RequestSignature("alltoall", (_row(given),)), [given], finish, splits=shares
+        )
 
     return prepare

@@ -11,7 +11,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 
-from strategies.horovod.execution import Pending
+from strategies.horovod.execution import PendingRequest
 
 __all__ = ["NamesInUse"]
 
@@ -23,23 +23,23 @@ class NamesInUse:
     """
 
     def __init__(self) -> None:
-        self._calls: dict[str, Pending] = {}
-        self._dropped: deque[Pending] = deque()  # calls without a handle
+        self._calls: dict[str, PendingRequest] = {}
+        self._dropped: deque[PendingRequest] = deque()  # calls without a handle
 
     def __contains__(self, name: str | None) -> bool:
         return name in self._calls
 
-    def add(self, pending: Pending) -> None:
+    def add(self, pending: PendingRequest) -> None:
         """Add the name of a call, if it has one."""
         if pending.key.name is not None:
             self._calls[pending.key.name] = pending
 
-    def remove(self, pending: Pending) -> None:
+    def remove(self, pending: PendingRequest) -> None:
         """Free the name of a call."""
         if pending.key.name is not None:
             self._calls.pop(pending.key.name, None)
 
-    def drop(self, pending: Pending) -> None:
+    def drop(self, pending: PendingRequest) -> None:
         """Note that the handle of a call was dropped before the program saw the call completed."""
         name = pending.key.name
         if name is not None and self._calls.get(name) is pending:

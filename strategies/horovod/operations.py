@@ -18,19 +18,19 @@ from strategies.horovod.handles import Handle, poll, start, synchronize
 from strategies.horovod.meanings import (
     Adasum,
     Average,
-    Call,
     Max,
     Min,
     Product,
+    RequestSpec,
     Sum,
-    exchange,
-    joining,
-    reduction,
-    scattering,
-    sending,
+    allgather_request,
+    allreduce_request,
+    alltoall_request,
+    broadcast_request,
+    reducescatter_request,
 )
 from strategies.horovod.process_sets import ProcessSet, global_process_set
-from strategies.horovod.words import Description
+from strategies.horovod.words import RequestSignature
 
 __all__ = [
     "Adasum",
@@ -94,7 +94,9 @@ def allreduce(
         postscale_factor: what the result is multiplied by.
         process_set: among whom.
     """
-    how = reduction([tensor], average, op, prescale_factor, postscale_factor, compression, one=True)
+    how = allreduce_request(
+        [tensor], average, op, prescale_factor, postscale_factor, compression, one=True
+    )
     return start("allreduce", process_set, name, how, alone=False).wait()
 
 
@@ -108,7 +110,7 @@ def allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `allreduce`."""
-    how = reduction([tensor], average, op, prescale_factor, postscale_factor, one=True)
+    how = allreduce_request([tensor], average, op, prescale_factor, postscale_factor, one=True)
     return start("allreduce", process_set, name, how)
 
 
@@ -122,7 +124,7 @@ def allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Reduce the arrays of all ranks in place."""
-    how = reduction([tensor], average, op, prescale_factor, postscale_factor, in_place=True)
+    how = allreduce_request([tensor], average, op, prescale_factor, postscale_factor, in_place=True)
     start("allreduce", process_set, name, how, alone=False).wait()
     return tensor
 
@@ -137,7 +139,7 @@ def allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `allreduce_`."""
-    how = reduction(
+    how = allreduce_request(
         [tensor], average, op, prescale_factor, postscale_factor, in_place=True, one=True
     )
     return start("allreduce", process_set, name, how)
@@ -154,7 +156,7 @@ def grouped_allreduce(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Reduce several arrays by one call; returns new ones."""
-    how = reduction(tensors, average, op, prescale_factor, postscale_factor, compression)
+    how = allreduce_request(tensors, average, op, prescale_factor, postscale_factor, compression)
     return list(start("allreduce", process_set, name, how, alone=False).wait())
 
 
@@ -168,7 +170,7 @@ def grouped_allreduce_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `grouped_allreduce`."""
-    how = reduction(tensors, average, op, prescale_factor, postscale_factor)
+    how = allreduce_request(tensors, average, op, prescale_factor, postscale_factor)
     return start("allreduce", process_set, name, how)
 
 
@@ -182,7 +184,7 @@ def grouped_allreduce_(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Reduce several arrays in place by one call."""
-    how = reduction(tensors, average, op, prescale_factor, postscale_factor, in_place=True)
+    how = allreduce_request(tensors, average, op, prescale_factor, postscale_factor, in_place=True)
     start("allreduce", process_set, name, how, alone=False).wait()
     return list(tensors)
 
@@ -197,7 +199,7 @@ def grouped_allreduce_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `grouped_allreduce_`."""
-    how = reduction(tensors, average, op, prescale_factor, postscale_factor, in_place=True)
+    how = allreduce_request(tensors, average, op, prescale_factor, postscale_factor, in_place=True)
     return start("allreduce", process_set, name, how)
 
 
@@ -217,7 +219,9 @@ def reducescatter(
 
     The first ranks get one row more where the rows cannot be shared evenly.
     """
-    how = scattering([tensor], op, prescale_factor, postscale_factor, compression, one=True)
+    how = reducescatter_request(
+        [tensor], op, prescale_factor, postscale_factor, compression, one=True
+    )
     return start("reducescatter", process_set, name, how, alone=False).wait()
 
 
@@ -230,7 +234,7 @@ def reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start `reducescatter`."""
-    how = scattering([tensor], op, prescale_factor, postscale_factor, one=True)
+    how = reducescatter_request([tensor], op, prescale_factor, postscale_factor, one=True)
     return start("reducescatter", process_set, name, how)
 
 
@@ -244,7 +248,7 @@ def grouped_reducescatter(
     postscale_factor: float = 1.0,
 ) -> list[Any]:
     """Make several reduce-scatters by one call."""
-    how = scattering(tensors, op, prescale_factor, postscale_factor, compression)
+    how = reducescatter_request(tensors, op, prescale_factor, postscale_factor, compression)
     return list(start("reducescatter", process_set, name, how, alone=False).wait())
 
 
@@ -257,7 +261,7 @@ def grouped_reducescatter_async(
     postscale_factor: float = 1.0,
 ) -> Handle:
     """Start `grouped_reducescatter`."""
-    how = scattering(tensors, op, prescale_factor, postscale_factor)
+    how = reducescatter_request(tensors, op, prescale_factor, postscale_factor)
     return start("reducescatter", process_set, name, how)
 
 
@@ -268,7 +272,7 @@ def allgather(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
     """Join the arrays of all ranks along their first axis, which may differ in length."""
-    how = joining([tensor], one=True)
+    how = allgather_request([tensor], one=True)
     return start("allgather", process_set, name, how, alone=False).wait()
 
 
@@ -276,7 +280,7 @@ def allgather_async(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Handle:
     """Start `allgather`."""
-    return start("allgather", process_set, name, joining([tensor], one=True))
+    return start("allgather", process_set, name, allgather_request([tensor], one=True))
 
 
 def grouped_allgather(
@@ -285,7 +289,7 @@ def grouped_allgather(
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
     """Join several arrays by one call."""
-    joined = start("allgather", process_set, name, joining(tensors), alone=False).wait()
+    joined = start("allgather", process_set, name, allgather_request(tensors), alone=False).wait()
     return list(joined)
 
 
@@ -295,7 +299,7 @@ def grouped_allgather_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `grouped_allgather`."""
-    return start("allgather", process_set, name, joining(tensors))
+    return start("allgather", process_set, name, allgather_request(tensors))
 
 
 def alltoall(
@@ -315,7 +319,7 @@ def alltoall(
     Returns:
         The rows; with `splits` a pair of these, and of how many each rank has given.
     """
-    how = exchange(tensor, splits)
+    how = alltoall_request(tensor, splits)
     return start("alltoall", process_set, name, how, alone=False).wait()
 
 
@@ -326,7 +330,7 @@ def alltoall_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `alltoall`."""
-    return start("alltoall", process_set, name, exchange(tensor, splits))
+    return start("alltoall", process_set, name, alltoall_request(tensor, splits))
 
 
 def broadcast(
@@ -336,7 +340,7 @@ def broadcast(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Return the array of one rank, whose number is that of the world, in a new one."""
-    how = sending(tensor, root_rank)
+    how = broadcast_request(tensor, root_rank)
     return start("broadcast", process_set, name, how, alone=False).wait()
 
 
@@ -347,7 +351,7 @@ def broadcast_async(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `broadcast`."""
-    return start("broadcast", process_set, name, sending(tensor, root_rank))
+    return start("broadcast", process_set, name, broadcast_request(tensor, root_rank))
 
 
 def broadcast_(
@@ -357,7 +361,7 @@ def broadcast_(
     process_set: ProcessSet = global_process_set,
 ) -> Any:
     """Overwrite an array by that of one rank."""
-    how = sending(tensor, root_rank, in_place=True)
+    how = broadcast_request(tensor, root_rank, in_place=True)
     start("broadcast", process_set, name, how, alone=False).wait()
     return tensor
 
@@ -369,7 +373,9 @@ def broadcast_async_(
     process_set: ProcessSet = global_process_set,
 ) -> Handle:
     """Start `broadcast_`."""
-    return start("broadcast", process_set, name, sending(tensor, root_rank, in_place=True))
+    return start(
+        "broadcast", process_set, name, broadcast_request(tensor, root_rank, in_place=True)
+    )
 
 
 # All at once.
@@ -377,7 +383,7 @@ def broadcast_async_(
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
     """Wait until all ranks are here."""
-    what = Call(Description("barrier"), (), lambda results: None)
+    what = RequestSpec(RequestSignature("barrier"), (), lambda results: None)
     start("barrier", process_set, None, lambda bound: what, alone=False).wait()
 
 

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import collectives as cc
-from strategies.horovod.engine import Engine
+from strategies.horovod.engine import Controller
 
 __all__ = ["Bound", "ProcessSet", "global_process_set"]
 
@@ -26,7 +26,7 @@ class Bound(NamedTuple):
     number: int
     ranks: tuple[int, ...]
     comm: cc.Communicator | None
-    engine: Engine | None
+    engine: Controller | None
 
 
 class ProcessSet:

@@ -9,7 +9,7 @@ from typing import Any
 
 import collectives as cc
 from strategies.core import agreement
-from strategies.horovod.engine import Engine
+from strategies.horovod.engine import Controller
 from strategies.horovod.process_sets import (
     NOT_INITIALIZED,
     Bound,
@@ -18,7 +18,7 @@ from strategies.horovod.process_sets import (
 )
 
 __all__ = [
-    "Session",
+    "HorovodContext",
     "add_process_set",
     "cross_rank",
     "cross_size",
@@ -37,7 +37,7 @@ __all__ = [
 ]
 
 
-class Session:
+class HorovodContext:
     """The ranks of one `init`.
 
     Args:
@@ -56,9 +56,9 @@ class Session:
         self._comms: dict[int | None, list[cc.Communicator]] = {}  # by the number of their set
         self._alone: cc.Communicator | None = None
         self._numbers = 0  # given so far
-        private = self._kept(comm.split(0, comm.rank), self._numbers)
+        private = self._keep(comm.split(0, comm.rank), self._numbers)
         assert private is not None
-        self._bind(self.world, comm, Engine(private))
+        self._bind(self.world, comm, Controller(private))
         try:
             for process_set in process_sets:
                 self.add(process_set)
@@ -87,9 +87,9 @@ class Session:
             return made, [f"ranks {made.ranks}"]
 
         made = agreement.compare(self.comm, say, prepare)
-        own = self._kept(self.comm.group(made.ranks), self._numbers)
-        private = self._kept(self.comm.group(made.ranks), self._numbers)
-        self._bind(made, own, None if private is None else Engine(private))
+        own = self._keep(self.comm.group(made.ranks), self._numbers)
+        private = self._keep(self.comm.group(made.ranks), self._numbers)
+        self._bind(made, own, None if private is None else Controller(private))
         return made
 
     def remove(self, process_set: ProcessSet) -> bool:
@@ -111,7 +111,7 @@ class Session:
     def alone(self) -> cc.Communicator:
         """Return a communicator of this rank, which ends with the session."""
         if self._alone is None:
-            self._alone = self._kept(self.comm.group([self.comm.rank], tag=0), None)
+            self._alone = self._keep(self.comm.group([self.comm.rank], tag=0), None)
             assert self._alone is not None
         return self._alone
 
@@ -129,7 +129,7 @@ class Session:
             if bound is not None and bound.engine is not None:
                 bound.engine.stop()
 
-    def _kept(self, comm: cc.Communicator | None, number: int | None) -> cc.Communicator | None:
+    def _keep(self, comm: cc.Communicator | None, number: int | None) -> cc.Communicator | None:
         """Keep a communicator until its set is removed, or without a set until the session ends."""
         if comm is not None:
             self._comms.setdefault(number, []).append(comm)
@@ -140,7 +140,7 @@ class Session:
             comm.close()
 
     def _bind(
-        self, process_set: ProcessSet, comm: cc.Communicator | None, engine: Engine | None
+        self, process_set: ProcessSet, comm: cc.Communicator | None, engine: Controller | None
     ) -> None:
         ranks = tuple(process_set.ranks)
         process_set.bind(Bound(self, self._numbers, ranks, comm, engine))
@@ -154,7 +154,7 @@ class Session:
             bound.engine.leave()
 
 
-_session: Session | None = None
+_session: HorovodContext | None = None
 
 
 def _of_ranks(ranks: list[int]) -> ProcessSet:
@@ -163,14 +163,14 @@ def _of_ranks(ranks: list[int]) -> ProcessSet:
     return next((known for known in sets if known.ranks == ranks), ProcessSet(ranks))
 
 
-def _reduced(process_set: ProcessSet) -> str | tuple[Any, ...]:
+def _reduce(process_set: ProcessSet) -> str | tuple[Any, ...]:
     """Pickle a process set as its ranks."""
     if process_set is global_process_set:
         return "global_process_set"
     return _of_ranks, (process_set.ranks,)
 
 
-copyreg.pickle(ProcessSet, _reduced)
+copyreg.pickle(ProcessSet, _reduce)
 
 
 def init(
@@ -193,7 +193,7 @@ def init(
         return
     sets = () if process_sets is None or isinstance(process_sets, str) else process_sets
     world = _members(comm)
-    _session = Session(world, sets)
+    _session = HorovodContext(world, sets)
     global_process_set.bind(_session.world._bound)
 
 
@@ -212,7 +212,7 @@ def _members(comm: Any) -> cc.Communicator:
     return own
 
 
-def _current() -> Session:
+def _current() -> HorovodContext:
     """Return what `init` has begun.
 
     Raises:

@@ -12,23 +12,23 @@ from __future__ import annotations
 from collections import OrderedDict
 from collections.abc import Sequence
 
-from strategies.horovod.words import Description, Key
+from strategies.horovod.words import RequestKey, RequestSignature
 
-__all__ = ["Entry", "Table", "slot_of"]
+__all__ = ["CacheEntry", "ResponseCache", "cache_key"]
 
-Entry = tuple[Key, Description]
+CacheEntry = tuple[RequestKey, RequestSignature]
 
 # A call without a name is known by its number modulo this: it costs the first so many calls of one
 # description the longer way, and calls in another order on some rank still do not meet.
 _TURNS = 16
 
 
-def slot_of(key: Key) -> Key:
+def cache_key(key: RequestKey) -> RequestKey:
     """Return the part of a key that comes again: a name, or a number modulo a few."""
     return key if key.name is not None else key._replace(number=key.number % _TURNS)
 
 
-class Table:
+class ResponseCache:
     """Numbers for calls, given in the order in which ranks agreed on them.
 
     Args:
@@ -38,16 +38,16 @@ class Table:
 
     def __init__(self, most: int) -> None:
         self._most = most
-        self._numbers: OrderedDict[Entry, int] = OrderedDict()  # the one used last at the end
-        self._entries: list[Entry] = []  # by number
+        self._numbers: OrderedDict[CacheEntry, int] = OrderedDict()  # the one used last at the end
+        self._entries: list[CacheEntry] = []  # by number
 
     def __len__(self) -> int:
         return len(self._entries)
 
-    def __getitem__(self, number: int) -> Entry:
+    def __getitem__(self, number: int) -> CacheEntry:
         return self._entries[number]
 
-    def find(self, entry: Entry) -> int | None:
+    def find(self, entry: CacheEntry) -> int | None:
         """Return the number of a call, None if it has none."""
         return self._numbers.get(entry)
 
@@ -56,7 +56,7 @@ class Table:
         for number in numbers:
             self._numbers.move_to_end(self._entries[number])
 
-    def add(self, entry: Entry) -> int:
+    def add(self, entry: CacheEntry) -> int:
         """Give a call a number: a new one, or that of the call used longest ago."""
         number = self._numbers.get(entry)
         if number is not None:

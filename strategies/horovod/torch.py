@@ -19,7 +19,7 @@ from strategies.horovod import autograd, common, operations
 from strategies.horovod.common import *  # noqa: F403  # listed there
 from strategies.horovod.compression import Compression, Compressor
 from strategies.horovod.handles import start
-from strategies.horovod.meanings import Call, joining
+from strategies.horovod.meanings import RequestSpec, allgather_request
 from strategies.horovod.objects import broadcast_parameters
 from strategies.horovod.operations import (
     Average,
@@ -114,7 +114,7 @@ def grouped_allreduce(
     def run(given: Sequence[torch.Tensor]) -> Any:
         return autograd.allreduce(given, name, how, factors, process_set)
 
-    return _compressed(run, tensors, compression)
+    return _compress(run, tensors, compression)
 
 
 def reducescatter(
@@ -147,7 +147,7 @@ def grouped_reducescatter(
     def run(given: Sequence[torch.Tensor]) -> Any:
         return autograd.reducescatter(given, name, op, factors, process_set)
 
-    return _compressed(run, tensors, compression)
+    return _compress(run, tensors, compression)
 
 
 def allgather(
@@ -212,13 +212,13 @@ def sparse_allreduce_async(
         A function that waits, and returns the sum or the mean, coalesced.
     """
 
-    def prepare(bound: Bound) -> Call:
+    def prepare(bound: Bound) -> RequestSpec:
         if op not in (operations.Average, operations.Sum):
             raise ValueError(f"sparse_allreduce: expected Average or Sum as op, got {op!r}")
         if not isinstance(tensor, torch.Tensor) or not tensor.is_sparse:
             raise TypeError("sparse_allreduce: expected a sparse tensor of the layout COO")
         whole = tensor.detach().coalesce()
-        call = joining([whole.indices().t().contiguous(), whole.values()])(bound)
+        call = allgather_request([whole.indices().t().contiguous(), whole.values()])(bound)
         what = call.description
         return call._replace(
             description=what._replace(op=f"{op.value} of shape {tuple(tensor.shape)}"),
@@ -244,7 +244,7 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
     return [x if isinstance(x, torch.Tensor) else torch.as_tensor(x) for x in values]
 
 
-def _compressed(run: Any, values: Iterable[Any], compression: Compressor) -> list[torch.Tensor]:
+def _compress(run: Any, values: Iterable[Any], compression: Compressor) -> list[torch.Tensor]:
     """Call an operation on compressed tensors, as autograd sees it."""
     pairs = [compression.compress(x) for x in _tensors(values)]
     results = autograd.differentiable(run, [x for x, _ in pairs])

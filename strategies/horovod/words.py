@@ -9,12 +9,12 @@ from __future__ import annotations
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
-__all__ = ["Description", "Key", "difference", "label", "refusals"]
+__all__ = ["RequestSignature", "RequestKey", "difference", "label", "rejections"]
 
 Name = Callable[..., str]  # of ranks, as errors call them
 
 
-class Key(NamedTuple):
+class RequestKey(NamedTuple):
     """By what a call is found on the other ranks.
 
     Attributes:
@@ -26,7 +26,7 @@ class Key(NamedTuple):
     number: int = 0
 
 
-class Description(NamedTuple):
+class RequestSignature(NamedTuple):
     """What has to be equal on all ranks.
 
     Attributes:
@@ -47,7 +47,7 @@ class Description(NamedTuple):
 
 
 # What a field is called, and what is shown of it.
-_FIELDS: Mapping[str, tuple[str, Callable[[Description], Any]]] = {
+_FIELDS: Mapping[str, tuple[str, Callable[[RequestSignature], Any]]] = {
     "operation": ("operation", lambda d: d.operation),
     "count": ("number of arrays", lambda d: len(d.arrays)),
     "dtypes": ("dtype", lambda d: [dtype for dtype, _ in d.arrays]),
@@ -58,14 +58,14 @@ _FIELDS: Mapping[str, tuple[str, Callable[[Description], Any]]] = {
 }
 
 
-def label(key: Key, description: Description) -> str:
+def label(key: RequestKey, description: RequestSignature) -> str:
     """Name a call as errors do."""
     if key.name is not None:
         return f"{description.operation} {key.name!r}"
     return f"{description.operation} (call {key.number} without a name)"
 
 
-def refusals(told: Mapping[int, Description], name: Name) -> str | None:
+def rejections(told: Mapping[int, RequestSignature], name: Name) -> str | None:
     """Say which rank has refused a call, and why; None if none has."""
     refused = [rank for rank in sorted(told) if told[rank].refused]
     if not refused:
@@ -73,7 +73,7 @@ def refusals(told: Mapping[int, Description], name: Name) -> str | None:
     return f"{name(refused[0])} has raised an error: {told[refused[0]].refused}"
 
 
-def difference(told: Mapping[int, Description], name: Name) -> str | None:
+def difference(told: Mapping[int, RequestSignature], name: Name) -> str | None:
     """Say in what the ranks differ; None if in nothing."""
     ranks = sorted(told)
     first = told[ranks[0]]

@@ -48,7 +48,7 @@ from strategies.input.readers import (
 from strategies.input.records import TFRecordWriter
 from strategies.input.runners import QueueRunner, start_queue_runners
 from strategies.input.sharded import ShardedInput
-from strategies.input.turns import Turns
+from strategies.input.turns import ReaderRoundRobin
 from strategies.input.uneven import in_step
 
 __all__ = [
@@ -62,7 +62,7 @@ __all__ = [
     "TFRecordReader",
     "TFRecordWriter",
     "TextLineReader",
-    "Turns",
+    "ReaderRoundRobin",
     "WholeFileReader",
     "batch",
     "batch_join",

@@ -14,7 +14,7 @@ from strategies.input.reader import Damage
 from strategies.input.readers import TextLineReader
 from strategies.input.resuming import ShardedRows
 from strategies.input.sharded import ShardedInput
-from strategies.input.turns import Names, Turns
+from strategies.input.turns import ReaderRoundRobin, RoundRobinNames
 from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, Queue, RandomShuffleQueue
 
 if TYPE_CHECKING:
@@ -269,10 +269,10 @@ def csv_batches(
 
     # Without a seed the order is another one each time anyway, and nobody need wait for a turn.
     in_turn = num_threads > 1 and (seed is not None or not shuffle)
-    turns = Turns(num_threads) if in_turn else None
+    turns = ReaderRoundRobin(num_threads) if in_turn else None
 
     def reads_of(place: int, reader: TextLineReader) -> Read:
-        queue: Any = names.queue if turns is None else Names(names.queue, turns, place)
+        queue: Any = names.queue if turns is None else RoundRobinNames(names.queue, turns, place)
 
         return lambda: transform(_read_rows(reader, queue, decode_options, batches.count_skipped))
 

@@ -12,7 +12,7 @@ from types import TracebackType
 from typing import Any
 
 from strategies.errors import OutOfRangeError
-from strategies.rpc.wait_limits import chosen
+from strategies.rpc.wait_limits import current_settings
 
 __all__ = ["Coordinator", "LooperThread"]
 
@@ -138,7 +138,7 @@ class Coordinator:
         can_stall = {thread for thread in waited if hasattr(thread, "stall_reason")}
         busy = [thread for thread in waited if thread not in self._idle]
         while not self._stop.is_set() and any(thread.is_alive() for thread in busy):
-            if can_stall and time.monotonic() - checked > chosen().stall_warning:
+            if can_stall and time.monotonic() - checked > current_settings().stall_warning:
                 checked = time.monotonic()
                 for thread in [thread for thread in can_stall if thread.is_alive()]:
                     why = thread.stall_reason()

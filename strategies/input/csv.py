@@ -13,7 +13,7 @@ import numpy as np
 
 from strategies.core.validation import choice
 from strategies.errors import InvalidArgumentError
-from strategies.input.csv_exact import CONVERTERS, Column, Format, Misfit, decode
+from strategies.input.csv_exact import CONVERTERS, BadRecord, Column, Format, decode
 from strategies.input.reader import Damage
 from strategies.queues.store import Array
 
@@ -138,12 +138,12 @@ def _decode_fast(
 
 def _fill(
     out: list[Array], rows: Sequence[int], lines: list[str], columns: list[Column], form: Format
-) -> list[tuple[int, Misfit]]:
+) -> list[tuple[int, BadRecord]]:
     """Decode the given records into their places in `out`; return those that do not fit."""
     chosen = lines if len(rows) == len(lines) else [lines[row] for row in rows]
     try:
         decoded = decode(chosen, columns, form)
-    except Misfit as misfit:
+    except BadRecord as misfit:
         if len(rows) == 1:
             return [(rows[0], misfit)]
         return [found for row in rows for found in _fill(out, [row], lines, columns, form)]

@@ -11,7 +11,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
-__all__ = ["CONVERTERS", "Column", "Format", "Misfit", "decode"]
+__all__ = ["CONVERTERS", "Column", "Format", "BadRecord", "decode"]
 
 
 class Column(NamedTuple):
@@ -38,7 +38,7 @@ class Format(NamedTuple):
     blank_is_missing: bool
 
 
-class Misfit(Exception):
+class BadRecord(Exception):
     """What is wrong with a record, in two parts: before and after the number of the record."""
 
 
@@ -67,14 +67,14 @@ def _by_column(lines: Sequence[str], columns: Sequence[Column], form: Format) ->
         ):
             fields = [_split_record(line, form) for line in lines]
         else:
-            fields = [_selected(line.split(form.delimiter), form) for line in lines]
+            fields = [_select(line.split(form.delimiter), form) for line in lines]
         if {len(columns)} != set(map(len, fields)):
             return None
         # Python also takes 1_000 and the digits of all scripts for numbers.
         plain = text.isascii() and "_" not in text
         pairs = zip(zip(*fields, strict=True), columns, strict=True)
         return [_column_values(parts, column, form, plain) for parts, column in pairs]
-    except (Misfit, ValueError):
+    except (BadRecord, ValueError):
         return None
 
 
@@ -115,19 +115,19 @@ class _Missing(ValueError):
 
 def _values(fields: list[str], columns: Sequence[Column], form: Format) -> list[Any]:
     if len(fields) != len(columns):
-        raise Misfit(f"Expect {len(columns)} fields but have {len(fields)} in", "")
+        raise BadRecord(f"Expect {len(columns)} fields but have {len(fields)} in", "")
     values: list[Any] = []
     for field, column in zip(fields, columns, strict=True):
         try:
             values.append(_value(field, column, form))
         except _Missing:
-            raise Misfit(f"Field {len(values)} is required but missing in", "") from None
+            raise BadRecord(f"Field {len(values)} is required but missing in", "") from None
         except ValueError:
             shown = field if len(field) <= 80 else field[:80] + "..."
             why = f" is not a valid {column.dtype}: {shown!r}"
             if field.isspace():
                 why += "; blank_is_missing=True treats fields of spaces as missing"
-            raise Misfit(f"Field {len(values)} in", why) from None
+            raise BadRecord(f"Field {len(values)} in", why) from None
     return values
 
 
@@ -171,12 +171,12 @@ def _split_record(record: str, form: Format) -> list[str]:
         fields = _split_quoted(record, form.delimiter)
     else:
         if "\n" in record or "\r" in record:
-            raise Misfit("Unquoted fields cannot have quotes/CRLFs inside,", "")
+            raise BadRecord("Unquoted fields cannot have quotes/CRLFs inside,", "")
         fields = record.split(form.delimiter)
-    return _selected(fields, form)
+    return _select(fields, form)
 
 
-def _selected(fields: list[str], form: Format) -> list[str]:
+def _select(fields: list[str], form: Format) -> list[str]:
     if form.select is None:
         return fields
     return [fields[index] for index in form.select if index < len(fields)]
@@ -193,7 +193,7 @@ def _split_quoted(record: str, delimiter: str) -> list[str]:
             end = len(record) if end < 0 else end
             field = record[start:end]
             if any(character in field for character in '"\r\n'):
-                raise Misfit("Unquoted fields cannot have quotes/CRLFs inside,", "")
+                raise BadRecord("Unquoted fields cannot have quotes/CRLFs inside,", "")
         fields.append(field)
         if end == len(record):
             return fields
@@ -206,12 +206,12 @@ def _quoted_field(record: str, start: int, delimiter: str) -> tuple[str, int]:
     while True:
         quote = record.find('"', start)
         if quote < 0:
-            raise Misfit("Quoted field has to end with quote followed by delim or end,", "")
+            raise BadRecord("Quoted field has to end with quote followed by delim or end,", "")
         parts.append(record[start:quote])
         after = record[quote + 1 : quote + 2]
         if after in ("", delimiter):
             return "".join(parts), quote + 1
         if after != '"':
-            raise Misfit("Quote inside a string has to be escaped by another quote,", "")
+            raise BadRecord("Quote inside a string has to be escaped by another quote,", "")
         parts.append('"')
         start = quote + 2

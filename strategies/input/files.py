@@ -112,7 +112,7 @@ def open_source(path: str, compression: Compression, where: Callable[[], str]) -
     """
     try:
         with ExitStack() as stack:
-            file = stack.enter_context(_opened(path, "rb"))
+            file = stack.enter_context(_open(path, "rb"))
             packed = _compression_of(path, compression)
             if packed:
                 unpacked = io.BufferedReader(_Unpacked(file, packed), _BUFFER)
@@ -138,7 +138,7 @@ def pass_over(file: IO[bytes], count: int) -> int:
     return count
 
 
-def _opened(path: str, mode: str) -> Any:
+def _open(path: str, mode: str) -> Any:
     """Open a file, or return what opens the one behind a URL."""
     try:
         return fsspec().open(path, mode) if is_url(path) else open(path, mode, _BUFFER)
@@ -214,7 +214,7 @@ class Sink:
     """
 
     def __init__(self, path: str, compression: Compression) -> None:
-        opened = _opened(path, "wb")
+        opened = _open(path, "wb")
         self._file: Any = opened.open() if is_url(path) else opened
         packed = _compression_of(path, compression)
         self._pack = zlib.compressobj(wbits=_BITS[packed]) if packed else None

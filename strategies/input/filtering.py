@@ -43,27 +43,27 @@ def maybe_batch(read: Read, keep: Keep, batch_size: int, **options: Any) -> Batc
         ...     [batch.tolist() for batch in batches]
         [[0, 3], [6, 9]]
     """
-    return batch(_kept(read, keep, options), batch_size, **options)
+    return batch(_keep(read, keep, options), batch_size, **options)
 
 
 def maybe_batch_join(reads: Sequence[Read], keep: Keep, batch_size: int, **options: Any) -> Batches:
     """As `batch_join`, of the elements that `keep` accepts; see `maybe_batch`."""
-    return batch_join([_kept(read, keep, options) for read in reads], batch_size, **options)
+    return batch_join([_keep(read, keep, options) for read in reads], batch_size, **options)
 
 
 def maybe_shuffle_batch(read: Read, keep: Keep, batch_size: int, **options: Any) -> Batches:
     """As `shuffle_batch`, of the elements that `keep` accepts; see `maybe_batch`."""
-    return shuffle_batch(_kept(read, keep, options), batch_size, **options)
+    return shuffle_batch(_keep(read, keep, options), batch_size, **options)
 
 
 def maybe_shuffle_batch_join(
     reads: Sequence[Read], keep: Keep, batch_size: int, **options: Any
 ) -> Batches:
     """As `shuffle_batch_join`, of the elements that `keep` accepts; see `maybe_batch`."""
-    return shuffle_batch_join([_kept(read, keep, options) for read in reads], batch_size, **options)
+    return shuffle_batch_join([_keep(read, keep, options) for read in reads], batch_size, **options)
 
 
-def _kept(read: Read, keep: Keep, options: Mapping[str, Any]) -> Read:
+def _keep(read: Read, keep: Keep, options: Mapping[str, Any]) -> Read:
     """The function that reads on until something is kept."""
     many = bool(options.get("enqueue_many"))
 

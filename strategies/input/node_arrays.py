@@ -17,7 +17,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import collectives as cc
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.core.pytree import leaves, map_leaves
 from strategies.rpc.wire import is_numeric
 
@@ -68,9 +68,11 @@ def once_per_node(make: Callable[[], Any], comm: cc.Communicator) -> Any:
         >>> x.tolist(), y.flags.writeable
         ([0, 1, 2], False)
     """
-    ranks = Ranks(comm)
+    ranks = ProcessGroup(comm)
     first = comm.rank == 0
-    form, found = ranks.prepared("once_per_node", lambda: _made(make) if first else (None, []))
+    form, found = ranks.run_then_agree(
+        "once_per_node", lambda: _make(make) if first else (None, [])
+    )
     told: Any = comm.broadcast_object((form, _places(found)) if first else None)
     form, places = told
     total = max(sum(place.nbytes + _LINE for place in places), 1)
@@ -82,12 +84,12 @@ def once_per_node(make: Callable[[], Any], comm: cc.Communicator) -> Any:
     with node, leaders:
         try:
             if not node.rank:
-                ranks.prepared("once_per_node", lambda: files.append(_reserved(total)))
+                ranks.run_then_agree("once_per_node", lambda: files.append(_reserve(total)))
                 _fill(mmap.mmap(files[0], total), found, places, leaders)
             else:
                 ranks.agree("once_per_node")
             owner: Any = node.broadcast_object((os.getpid(), *files))
-            shared = ranks.prepared("once_per_node", lambda: _mapped(owner[0], owner[1], total))
+            shared = ranks.run_then_agree("once_per_node", lambda: _map(owner[0], owner[1], total))
         finally:
             for file in files:  # which all have mapped by now
                 os.close(file)
@@ -95,7 +97,7 @@ def once_per_node(make: Callable[[], Any], comm: cc.Communicator) -> Any:
     return map_leaves(lambda _: next(views), form)
 
 
-def _made(make: Callable[[], Any]) -> tuple[Any, list[np.ndarray[Any, Any]]]:
+def _make(make: Callable[[], Any]) -> tuple[Any, list[np.ndarray[Any, Any]]]:
     """Return the structure, without its arrays, and the arrays."""
     value = make()
     found = [np.asarray(leaf) for leaf in leaves(value)]
@@ -116,7 +118,7 @@ def _places(found: list[np.ndarray[Any, Any]]) -> list[_Place]:
     return places
 
 
-def _reserved(nbytes: int) -> int:
+def _reserve(nbytes: int) -> int:
     """Return a file in memory of this length, all of which is there."""
     # The system would take pages until it ends processes, and not say that there are too few.
     free = _available()
@@ -157,7 +159,7 @@ def _fill(
     leaders.broadcast(memory, out=memory)
 
 
-def _mapped(process: int, number: int, nbytes: int) -> np.ndarray[Any, Any]:
+def _map(process: int, number: int, nbytes: int) -> np.ndarray[Any, Any]:
     file = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY)
     try:
         return np.frombuffer(mmap.mmap(file, nbytes, prot=mmap.PROT_READ), np.uint8)

@@ -23,9 +23,9 @@ import collectives as cc
 from strategies.core.validation import integer
 from strategies.errors import FailedPreconditionError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
-from strategies.input.resuming import Counted, ShardedRows, batches_of_rank
+from strategies.input.resuming import BatchCounter, ShardedRows, batches_of_rank
 from strategies.input.runners import QueueRunner, start_queue_runners
-from strategies.input.turns import Turns
+from strategies.input.turns import ReaderRoundRobin
 from strategies.queues.kinds import FIFOQueue, Queue
 from strategies.queues.values import dtype_of
 
@@ -45,7 +45,7 @@ class BatchOptions(TypedDict, total=False):
     enqueue_many: bool
     allow_smaller_final_batch: bool
     runners: Sequence[QueueRunner]
-    turns: Turns | None
+    turns: ReaderRoundRobin | None
 
 
 class Batches:
@@ -71,7 +71,7 @@ class Batches:
         enqueue_many: bool = False,
         allow_smaller_final_batch: bool = False,
         runners: Sequence[QueueRunner] = (),
-        turns: Turns | None = None,
+        turns: ReaderRoundRobin | None = None,
         repeatable: bool = False,
     ) -> None:
         integer("batch", "batch_size", batch_size)
@@ -95,12 +95,12 @@ class Batches:
         self._threads: list[threading.Thread] = []
         self._ready: FIFOQueue | None = None
         self._closed = False
-        self._counted = Counted(
+        self._counted = BatchCounter(
             readers=len(reads), repeatable=repeatable and (len(reads) == 1 or turns is not None)
         )
         self._turns = turns
         self._sharded = reads[0] if isinstance(reads[0], ShardedRows) else None
-        self._pass_over = 0  # batches that an earlier run has taken
+        self._skip = 0  # batches that an earlier run has taken
         self._gave = False  # a batch, or the warning that there is none
         self._raised: BaseException | None = None
 
@@ -137,9 +137,9 @@ class Batches:
         began = time.perf_counter()
         try:
             self._raise_error()
-            while self._pass_over:
+            while self._skip:
                 self._ready.dequeue()
-                self._pass_over -= 1
+                self._skip -= 1
                 self._gave = True
             batch = self._ready.dequeue()
             self._gave = True
@@ -171,7 +171,7 @@ class Batches:
             return self._sharded.state(comm)
         return self._counted.state(comm)
 
-    def go_on(self, state: Mapping[str, Any], comm: cc.Communicator | None = None) -> None:
+    def resume(self, state: Mapping[str, Any], comm: cc.Communicator | None = None) -> None:
         """Go on after the batches that were taken when a state was made.
 
         The next batches are those that an undisturbed run has there. What comes before them is read
@@ -201,7 +201,7 @@ class Batches:
                 f"batch: expected at most {batches} batches taken before, got "
                 f"{self._counted.taken}. Make the pipeline anew"
             )
-        self._pass_over = batches - self._counted.taken
+        self._skip = batches - self._counted.taken
         self._counted.taken = batches
 
     def close(self) -> None:

@@ -14,7 +14,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple, TypedDict, TypeVar
 import numpy as np
 
 import collectives as cc
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.core.validation import integer
 from strategies.errors import OutOfRangeError
 from strategies.input.node_arrays import once_per_node
@@ -140,8 +140,10 @@ def preload(
     if comm is None:
         check()
     else:
-        Ranks(comm).prepared("preload", check)  # else the others would go on without this rank
-    parts, form = _taken_apart(values if comm is None else once_per_node(values, comm))
+        ProcessGroup(comm).run_then_agree(
+            "preload", check
+        )  # else the others would go on without this rank
+    parts, form = _unpack(values if comm is None else once_per_node(values, comm))
     if comm is None:
         # The caller may go on to change its arrays while another thread reads.
         parts = [part.copy() for part in parts]
@@ -205,7 +207,7 @@ def input_producer(
             or shapes, or other options.
         UnavailableError: the task cannot be reached.
     """
-    parts, form = _taken_apart(values)
+    parts, form = _unpack(values)
     if service is None and shared_name is None:
         read = preload(values, rows=_ROWS, num_epochs=num_epochs, shuffle=shuffle, seed=seed)
     elif service is None or shared_name is None:
@@ -291,7 +293,7 @@ def slice_input_producer(arrays: Sequence[Any], **options: Unpack[ProducerOption
     return input_producer(tuple(arrays), **options)
 
 
-def _taken_apart(values: Any) -> tuple[list[Array], Callable[[list[Any]], Any]]:
+def _unpack(values: Any) -> tuple[list[Array], Callable[[list[Any]], Any]]:
     """The arrays, and the function that puts a row of each into the form of `values`."""
     form: Callable[[list[Any]], Any]
     if isinstance(values, Mapping):

@@ -42,7 +42,7 @@ def _crc32c() -> Callable[[bytes], int]:
     return value
 
 
-def _masked(crc: int) -> int:
+def _mask(crc: int) -> int:
     return (crc >> 15 | crc << 17) + _MASK & _ALL
 
 
@@ -54,7 +54,7 @@ def frame(data: bytes) -> bytes:
     """
     crc32c = _crc32c()
     length = _LENGTH.pack(len(data))
-    parts = (length, _CRC.pack(_masked(crc32c(length))), data, _CRC.pack(_masked(crc32c(data))))
+    parts = (length, _CRC.pack(_mask(crc32c(length))), data, _CRC.pack(_mask(crc32c(data))))
     return b"".join(parts)
 
 
@@ -121,7 +121,7 @@ def unframe(
 def _corruption_error(offset: int, part: str, expected: int, crc: int, where: str) -> DataLossError:
     return DataLossError(
         f"read: corrupted record at {offset}: checksum of its {part}, "
-        f"expected {expected:#010x}, got {_masked(crc):#010x} {where}"
+        f"expected {expected:#010x}, got {_mask(crc):#010x} {where}"
     )
 
 

@@ -18,7 +18,7 @@ import collectives as cc
 from strategies.errors import FailedPreconditionError, InvalidArgumentError, OutOfRangeError
 from strategies.input.sharded import ShardedInput
 
-__all__ = ["Counted", "ShardedRows", "batches_of_rank"]
+__all__ = ["BatchCounter", "ShardedRows", "batches_of_rank"]
 
 
 class ShardedRows:
@@ -58,7 +58,7 @@ class ShardedRows:
         self._ahead.clear()
 
 
-class Counted:
+class BatchCounter:
     """How many batches a rank has taken."""
 
     def __init__(self, *, readers: int, repeatable: bool) -> None:

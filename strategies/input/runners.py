@@ -12,7 +12,7 @@ from strategies.errors import OpError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
 from strategies.queues.kinds import Queue
 from strategies.queues.queue import RunnerStatus
-from strategies.rpc.wait_limits import chosen, unlimited
+from strategies.rpc.wait_limits import current_settings, no_wait_limit
 
 __all__ = ["QueueRunner", "start_queue_runners"]
 
@@ -128,7 +128,7 @@ class QueueRunner:
         self._status.started = True
         ended = False
         try:
-            with unlimited():  # whoever is slow to take what is here does no wrong
+            with no_wait_limit():  # whoever is slow to take what is here does no wrong
                 while coord is None or not coord.should_stop():
                     enqueue()
                     done()
@@ -185,7 +185,7 @@ class _EnqueueThread(threading.Thread):
         before, self._calls_before = self._calls_before, self._calls
         if self._calls != before:
             return None
-        queue, seconds = self._runner.queue, chosen().stall_warning
+        queue, seconds = self._runner.queue, current_settings().stall_warning
         is_full = False
         with suppress(OpError):  # the task of a shared queue may be unreachable
             is_full = 0 <= queue.capacity <= queue.size()

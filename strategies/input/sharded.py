@@ -322,7 +322,7 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
         behind = next(p for p in positions if p["epoch"] <= epoch)
         untouched = {"policy": behind["policy"], "stages": [], "begun": {}}
         earlier = behind["earlier"].get(epoch, untouched)
-        used = [_used(position, epoch) for position in positions]
+        used = [_split(position, epoch) for position in positions]
         if earlier["policy"] == "off":
             # All ranks use the same cards, and go on with the slowest of them.
             used = [min((u for u in used if u is not None), default=None)]
@@ -337,7 +337,7 @@ def merge_positions(positions: Sequence[Mapping[str, Any]]) -> dict[str, Any]:
     return {"about": dict(positions[0]["about"]), "epoch": first, "epochs": epochs}
 
 
-def _used(position: Mapping[str, Any], epoch: int) -> int | None:
+def _split(position: Mapping[str, Any], epoch: int) -> int | None:
     if position["epoch"] > epoch:
         return None
     used: int = position["used"]

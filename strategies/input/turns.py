@@ -13,10 +13,10 @@ from strategies.errors import CancelledError, OutOfRangeError
 if TYPE_CHECKING:
     from strategies.queues.queue import Queue
 
-__all__ = ["Names", "Turns"]
+__all__ = ["RoundRobinNames", "ReaderRoundRobin"]
 
 
-class Turns:
+class ReaderRoundRobin:
     """Whose turn it is among the threads of a pipeline, round and round; for one pipeline.
 
     Threads read and decode at the same time. Only what decides the order of the rows, taking the
@@ -92,10 +92,10 @@ class Turns:
             self._changed.notify_all()
 
 
-class Names:
+class RoundRobinNames:
     """The file names of a queue, which one of several readers takes in its turn."""
 
-    def __init__(self, queue: Queue, turns: Turns, place: int) -> None:
+    def __init__(self, queue: Queue, turns: ReaderRoundRobin, place: int) -> None:
         self._queue, self._turns, self._place = queue, turns, place
         self.dtypes, self.names = queue.dtypes, queue.names
         self.shapes, self.name = queue.shapes, queue.name

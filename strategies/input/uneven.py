@@ -23,7 +23,7 @@ from strategies.core.pytree import map_leaves
 from strategies.core.validation import choice
 from strategies.input.split import has_rows, is_column
 
-__all__ = ["Form", "Uneven", "form_of", "in_step", "like"]
+__all__ = ["EmptySpec", "Uneven", "form_of", "in_step", "empty_like"]
 
 Uneven = Literal["fewer", "drop", "pad"]
 
@@ -94,7 +94,7 @@ def _nothing_like(batch: Any, comm: cc.Communicator) -> Any:
     form, error = None, None
     try:
         if batch is not None:
-            nothing = map_leaves(like, batch, is_column)
+            nothing = map_leaves(empty_like, batch, is_column)
             form = map_leaves(form_of, nothing, is_column)
     except Exception as caught:
         error = caught
@@ -117,7 +117,7 @@ _LIBRARIES: dict[str, Callable[[Any], bool]] = {
 
 
 @dataclass(frozen=True)
-class Form:
+class EmptySpec:
     """What another rank needs to make an array of 0 rows.
 
     Attributes:
@@ -139,14 +139,14 @@ class Form:
             RuntimeError: this process has no such library, or no such device.
         """
         try:
-            return self._made((0, *self.shape))
+            return self._make((0, *self.shape))
         except Exception as error:
             raise RuntimeError(
                 f"in_step: this rank has had no batch and cannot make one of 0 rows, expected "
                 f"{self.dtype} of {self.library} on {self.device}, as others have: {error}"
             ) from error
 
-    def _made(self, shape: tuple[int, ...]) -> Any:
+    def _make(self, shape: tuple[int, ...]) -> Any:
         if self.dtype is None:
             return [] if self.library == "list" else ()
         if self.library == "torch":
@@ -161,7 +161,7 @@ class Form:
         return np.empty(shape, self.dtype)
 
 
-def like(leaf: Any) -> Any:
+def empty_like(leaf: Any) -> Any:
     """Return 0 rows: of a column the same type, of an array on its device, else a NumPy array.
 
     Raises:
@@ -177,15 +177,15 @@ def like(leaf: Any) -> Any:
     return array[:0]
 
 
-def form_of(array: Any) -> Form:
+def form_of(array: Any) -> EmptySpec:
     """Describe an array or a column for ranks that have none."""
     if isinstance(array, (list, tuple)):
-        return Form("list" if isinstance(array, list) else "tuple", None, (), "")
+        return EmptySpec("list" if isinstance(array, list) else "tuple", None, (), "")
     shape = tuple(array.shape[1:])
     for library, belongs in _LIBRARIES.items():
         if belongs(array):
-            return Form(library, array_ops.dtype_name(array), shape, _device(array, library))
-    return Form("numpy", np.asarray(array).dtype, shape, "cpu")
+            return EmptySpec(library, array_ops.dtype_name(array), shape, _device(array, library))
+    return EmptySpec("numpy", np.asarray(array).dtype, shape, "cpu")
 
 
 def _device(array: Any, library: str) -> str:

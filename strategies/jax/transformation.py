@@ -19,17 +19,17 @@ from jax.experimental import io_callback
 
 import collectives as cc
 from strategies.averaging import alike
-from strategies.averaging.alike import Kind, fact_of
+from strategies.averaging.alike import Kind, fingerprint_of
 from strategies.averaging.averaging import Averaging
-from strategies.averaging.leaf import Leaf
-from strategies.averaging.passes import Passes
-from strategies.averaging.rule import OPERATION, Rule
+from strategies.averaging.leaf import ParameterSpec
+from strategies.averaging.passes import GradientAccumulator
+from strategies.averaging.rule import OPERATION, AveragingOptions
 from strategies.core.array_ops import COMPUTE
 from strategies.core.pytree import WHOLE
 from strategies.core.sparse import Rows
 from strategies.replicas.context import require_one_replica
 
-__all__ = ["AveragingTransformation", "PassesState", "wrap"]
+__all__ = ["AveragingTransformation", "MultiStepsState", "wrap"]
 
 # By which name errors call what users make by it; as in `distributed_optimizer`.
 _KNOWN_AS = dict.fromkeys(["update", "on_the_host"], "DistributedOptimizer.update")
@@ -41,7 +41,7 @@ class AveragingTransformation(optax.GradientTransformationExtraArgs):  # type: i
     is_distributed = True
 
 
-class PassesState(NamedTuple):
+class MultiStepsState(NamedTuple):
     """State of a transformation with `backward_passes_per_step` above 1.
 
     Attributes:
@@ -58,7 +58,7 @@ class PassesState(NamedTuple):
 
 
 def wrap(
-    transformation: optax.GradientTransformation, comm: cc.Communicator, rule: Rule
+    transformation: optax.GradientTransformation, comm: cc.Communicator, rule: AveragingOptions
 ) -> AveragingTransformation:
     """Make a transformation average over the ranks; see `strategies.DistributedOptimizer`.
 
@@ -87,37 +87,40 @@ def wrap(
 def _with_passes(inner: Any, average: _Average, wanted: int) -> AveragingTransformation:
     """Add up the gradients of `wanted` passes, and make no updates before."""
 
-    def init(params: Any) -> PassesState:
+    def init(params: Any) -> MultiStepsState:
         zeros = jax.tree.map(
             lambda p: jnp.zeros(p.shape, COMPUTE.get(str(p.dtype), p.dtype)), params
         )
-        return PassesState(jnp.int32(0), jnp.float32(0), zeros, inner.init(params))
+        return MultiStepsState(jnp.int32(0), jnp.float32(0), zeros, inner.init(params))
 
     def update(
-        updates: Any, state: PassesState, params: Any = None, *, examples: Any = None, **extra: Any
-    ) -> tuple[Any, PassesState]:
+        updates: Any,
+        state: MultiStepsState,
+        params: Any = None,
+        *,
+        examples: Any = None,
+        **extra: Any,
+    ) -> tuple[Any, MultiStepsState]:
         told = examples is not None
         rows = state.examples + (examples if told else 0)
         weight = examples if told else 1
-        sums = jax.tree.map(
-            lambda s, g: s + _weighted(g.astype(s.dtype), weight), state.sums, updates
-        )
+        sums = jax.tree.map(lambda s, g: s + _weigh(g.astype(s.dtype), weight), state.sums, updates)
         count = state.count + 1
         # Sums over examples would not fit 16 bits.
         divisor = jnp.where(rows == 0, 1, rows) if told else 1
         likes = updates if params is None else params
 
-        def enough() -> tuple[Any, PassesState]:
+        def enough() -> tuple[Any, MultiStepsState]:
             whole = jax.tree.map(lambda s, p: (s / divisor).astype(p.dtype), sums, likes)
             gradients, due = average(whole, rows if told else None, wanted, state.inner)
             made, changed = inner.update(gradients, state.inner, params, **extra)
             average.compare(due, params, state.inner, made)
             zeros = jax.tree.map(jnp.zeros_like, sums)
-            return made, PassesState(jnp.int32(0), jnp.float32(0), zeros, changed)
+            return made, MultiStepsState(jnp.int32(0), jnp.float32(0), zeros, changed)
 
-        def not_yet() -> tuple[Any, PassesState]:
+        def not_yet() -> tuple[Any, MultiStepsState]:
             nothing = jax.tree.map(jnp.zeros_like, likes)
-            return nothing, PassesState(count, rows, sums, state.inner)
+            return nothing, MultiStepsState(count, rows, sums, state.inner)
 
         if isinstance(count, jax.core.Tracer):
             made, changed = jax.lax.cond(count == wanted, enough, not_yet)
@@ -127,7 +130,7 @@ def _with_passes(inner: Any, average: _Average, wanted: int) -> AveragingTransfo
     return AveragingTransformation(init, update)
 
 
-def _weighted(gradient: Any, examples: Any) -> Any:
+def _weigh(gradient: Any, examples: Any) -> Any:
     """Multiply by the number of examples; a mean over no rows may be NaN."""
     return jnp.where(examples == 0, 0, gradient * examples).astype(gradient.dtype)
 
@@ -162,7 +165,7 @@ def _plain(leaf: Any) -> Any:
 class _Average:
     """Averages trees of arrays, inside and outside of compiled programs."""
 
-    def __init__(self, comm: cc.Communicator, rule: Rule) -> None:
+    def __init__(self, comm: cc.Communicator, rule: AveragingOptions) -> None:
         self._settings: dict[str, Any] = {}
         self._averaging = Averaging(comm, rule, lambda: self._settings)
 
@@ -183,7 +186,7 @@ class _Average:
             alike.compare(
                 self._averaging.comm,
                 OPERATION,
-                lambda: [fact_of(kind, name, value) for (kind, name), value in named],
+                lambda: [fingerprint_of(kind, name, value) for (kind, name), value in named],
             )
 
         def in_a_program(values: list[Any]) -> None:
@@ -237,9 +240,9 @@ class _Average:
     def _average(
         self, names: Sequence[str], hosts: Sequence[Any], examples: float | None, passes: int
     ) -> list[Any]:
-        leaves = [Leaf.of(name, host) for name, host in zip(names, hosts, strict=True)]
+        leaves = [ParameterSpec.of(name, host) for name, host in zip(names, hosts, strict=True)]
         # The program has added up the passes: these are enough.
-        whole = Passes(1).add(hosts, examples=examples, count=passes)
+        whole = GradientAccumulator(1).add(hosts, examples=examples, count=passes)
         assert whole is not None
         averaged = self._averaging.average(leaves, whole)
         self._averaging.clip(averaged)

@@ -120,14 +120,14 @@ class Optimizer(abc.ABC):
             updates = 0
             if self._updates is not None:
                 updates = self._updates[pair.key] = self._updates.get(pair.key, 0) + 1
-            with array_ops.at(pair.value):
+            with array_ops.device_context(pair.value):
                 numbers = self._numbers(rate, pair, updates)
                 if pair.rows is None and array_api_compat.is_jax_array(pair.value):
                     later.append((pair, slots, numbers))
                 else:
-                    _change(self._rule, pair, slots, numbers)
+                    _update(self._rule, pair, slots, numbers)
         if later:
-            _change_together(self._rule, later)
+            _update_together(self._rule, later)
         self._slots |= {pair.key: slots for pair, slots in changes if slots}
         self._loaded.clear()
         self.step += 1
@@ -189,12 +189,12 @@ class Optimizer(abc.ABC):
         value = pair.value
         if pair.key in self._slots:
             slots = self._slots[pair.key]
-            return [array_ops.beside(value, slot) for slot in slots]
+            return [array_ops.on_same_device(value, slot) for slot in slots]
         dtype = COMPUTE[array_ops.dtype_name(value)]
         return [array_ops.full(value, initial, dtype) for initial in self._kinds.values()]
 
 
-def _change_together(rule: Rule, changes: list[tuple[Pair, list[Any], Sequence[float]]]) -> None:
+def _update_together(rule: Rule, changes: list[tuple[Pair, list[Any], Sequence[float]]]) -> None:
     """Change variables of JAX, and their slots."""
     from strategies.optimizers.compiled import VariableUpdate, apply
 
@@ -205,7 +205,7 @@ def _change_together(rule: Rule, changes: list[tuple[Pair, list[Any], Sequence[f
         pair.settle(value)
 
 
-def _change(rule: Rule, pair: Pair, slots: list[Any], numbers: Sequence[float]) -> None:
+def _update(rule: Rule, pair: Pair, slots: list[Any], numbers: Sequence[float]) -> None:
     """Change a variable and its slots in place, or the rows of them that have a gradient."""
     changed = [pair.value, *slots]
     parts = changed
@@ -218,7 +218,10 @@ def _change(rule: Rule, pair: Pair, slots: list[Any], numbers: Sequence[float]) 
     else:
         value, *others = parts
         results = rule(
-            array_ops.wide(value), array_ops.wide(pair.gradient), *others, tuple(numbers)
+            array_ops.arithmetic_dtype(value),
+            array_ops.arithmetic_dtype(pair.gradient),
+            *others,
+            tuple(numbers),
         )
         parts = [
             array_ops.overwrite(part, array_ops.astype(result, array_ops.dtype_name(part)))

@@ -19,9 +19,9 @@ import numpy.typing as npt
 import collectives as cc
 from strategies.core import array_ops
 from strategies.core.agreement import raise_everywhere
-from strategies.core.sparse import Rows, in_order
+from strategies.core.sparse import Rows, coalesced_checked
 from strategies.core.validation import number
-from strategies.optimizers.norms import Squares, combined, norm, squares
+from strategies.optimizers.norms import Squares, combine, norm, squares
 from strategies.optimizers.pairs import floats
 
 __all__ = ["clip_by_global_norm", "clip_by_norm", "clip_by_value"]
@@ -63,7 +63,7 @@ def clip_by_value(gradients: Iterable[Any], limit: float) -> list[Any]:
         most = limit if array_ops.dtype_name(array) == "float64" else min(limit, _FLOAT32_MAX)
         return array_api_compat.array_namespace(array).clip(array, -most, most)
 
-    return [_mapped(gradient, clip) for gradient in _looked_at(gradients, "clip_by_value")]
+    return [_map(gradient, clip) for gradient in _look_at(gradients, "clip_by_value")]
 
 
 def clip_by_norm(gradients: Iterable[Any], max_norm: float) -> list[Any]:
@@ -80,8 +80,8 @@ def clip_by_norm(gradients: Iterable[Any], max_norm: float) -> list[Any]:
     """
     limit = number("clip_by_norm", "max_norm", max_norm)
     return [
-        gradient and _scaled(gradient, _factor(norm(squares(gradient.array)), limit))
-        for gradient in _looked_at(gradients, "clip_by_norm")
+        gradient and _scale(gradient, _factor(norm(squares(gradient.array)), limit))
+        for gradient in _look_at(gradients, "clip_by_norm")
     ]
 
 
@@ -119,8 +119,8 @@ def clip_by_global_norm(
     error, limit, looked_at, own = None, 0.0, [], Squares(1.0, 0.0)
     try:
         limit = number("clip_by_global_norm", "max_norm", max_norm)
-        looked_at = _looked_at(gradients, "clip_by_global_norm")
-        own = combined(squares(gradient.array) for gradient in looked_at if gradient)
+        looked_at = _look_at(gradients, "clip_by_global_norm")
+        own = combine(squares(gradient.array) for gradient in looked_at if gradient)
     except (TypeError, ValueError) as caught:
         if comm is None:
             raise
@@ -129,7 +129,7 @@ def clip_by_global_norm(
         own = _of_all_ranks(own, limit, error, comm)
     length = norm(own)
     factor = _factor(length, limit)
-    return [gradient and _scaled(gradient, factor) for gradient in looked_at], length
+    return [gradient and _scale(gradient, factor) for gradient in looked_at], length
 
 
 def _of_all_ranks(
@@ -145,10 +145,10 @@ def _of_all_ranks(
         raise ValueError(
             f"clip_by_global_norm: ranks differ in max_norm, expected one number, got {limits}"
         )
-    return combined(Squares(scale, total) for _, _, scale, total in reports.tolist())
+    return combine(Squares(scale, total) for _, _, scale, total in reports.tolist())
 
 
-def _looked_at(gradients: Iterable[Any], operation: str) -> list[_Gradient | None]:
+def _look_at(gradients: Iterable[Any], operation: str) -> list[_Gradient | None]:
     checked: list[_Gradient | None] = []
     for position, given in enumerate(gradients):
         where = f"position {position}"
@@ -156,7 +156,7 @@ def _looked_at(gradients: Iterable[Any], operation: str) -> list[_Gradient | Non
             checked.append(None)
         elif isinstance(given, Rows):
             values = floats("gradient", given.values, operation, where)
-            rows = in_order(Rows(given.indices, values), operation, where)
+            rows = coalesced_checked(Rows(given.indices, values), operation, where)
             checked.append(_Gradient(given, rows.values, rows.indices))
         else:
             checked.append(_Gradient(given, floats("gradient", given, operation, where)))
@@ -167,7 +167,7 @@ def _factor(length: float, limit: float) -> float:
     return limit / length if limit < length < math.inf else 1.0
 
 
-def _scaled(gradient: _Gradient, factor: float) -> Any:
+def _scale(gradient: _Gradient, factor: float) -> Any:
     if factor == 1.0:
         return gradient.given
 
@@ -178,15 +178,19 @@ def _scaled(gradient: _Gradient, factor: float) -> Any:
             left /= _SMALLEST_FACTOR
         return array * left
 
-    return _mapped(gradient, scale)
+    return _map(gradient, scale)
 
 
-def _mapped(gradient: _Gradient | None, function: Callable[[Any], Any]) -> Any:
+def _map(gradient: _Gradient | None, function: Callable[[Any], Any]) -> Any:
     """Return a gradient whose elements are a function of these, computed in their wide dtype."""
     if gradient is None:
         return None
     if gradient.rows is None:
         given = gradient.given
-        return array_ops.astype(function(array_ops.wide(given)), array_ops.dtype_name(given))
+        return array_ops.astype(
+            function(array_ops.arithmetic_dtype(given)), array_ops.dtype_name(given)
+        )
     name = array_ops.dtype_name(gradient.given.values)
-    return Rows(gradient.rows, array_ops.astype(function(array_ops.wide(gradient.array)), name))
+    return Rows(
+        gradient.rows, array_ops.astype(function(array_ops.arithmetic_dtype(gradient.array)), name)
+    )

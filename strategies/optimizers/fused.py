@@ -80,7 +80,7 @@ def apply(
     else:
         for start in range(0, value.size, _TILE):
             tiles = [array[start : start + _TILE] for array in arrays]
-            part, *others = [_widened(tile) for tile in tiles]
+            part, *others = [_widen(tile) for tile in tiles]
             _run(rule, [part, *others], numbers)
             tiles[0][...] = _CODECS[value.dtype].pack(part)
     for array, flat in zip((value, *slots), (arrays[0], *arrays[2:]), strict=True):
@@ -100,7 +100,7 @@ def sum_of_squares(array: Array) -> float:
     total = np.zeros(_LANES)
     step = max(flat.size, 1) if flat.dtype.itemsize > 2 else _TILE
     for start in range(0, flat.size, step):
-        tile = _widened(flat[start : start + step])
+        tile = _widen(flat[start : start + step])
         _squares(tile.dtype)(tile, total)
     return float(sum(total.tolist()))
 
@@ -111,7 +111,7 @@ def _flat(array: Array) -> Array:
     return flat if flat.flags.aligned else flat.copy()
 
 
-def _widened(tile: Array) -> Array:
+def _widen(tile: Array) -> Array:
     codec = _CODECS.get(tile.dtype)
     if codec is None:
         return tile
@@ -122,7 +122,7 @@ def _widened(tile: Array) -> Array:
 
 def _run(rule: rules.Rule, arrays: Sequence[Array], numbers: Sequence[float]) -> None:
     dtype = arrays[0].dtype
-    compiled = _compiled_rule(rule, dtype, len(arrays) - 2, len(numbers))
+    compiled = _compile_rule(rule, dtype, len(arrays) - 2, len(numbers))
     compiled(*arrays, _types_of(tuple(numbers), dtype))
 
 
@@ -132,14 +132,14 @@ def _types_of(numbers: tuple[float, ...], dtype: np.dtype[Any]) -> tuple[Any, ..
 
 
 @functools.cache
-def _compiled_rule(
+def _compile_rule(
     rule: rules.Rule, dtype: np.dtype[Any], slots: int, numbers: int
 ) -> Callable[..., None]:
     number: Any = numba.from_dtype(dtype)
     changed, read = (types.Array(number, 1, "C", readonly=only) for only in (False, True))
     parameters = types.UniTuple(number, numbers)  # type: ignore[no-untyped-call]
     arguments = (changed, read, *[changed] * slots, parameters)
-    return _compiled(rules.loop(_with_one_nan(rule), slots), arguments)
+    return _compile(rules.loop(_with_one_nan(rule), slots), arguments)
 
 
 @functools.cache
@@ -171,10 +171,10 @@ def _squares(dtype: np.dtype[Any]) -> Callable[..., None]:
             total[i - whole] += x * x
 
     read = types.Array(numba.from_dtype(dtype), 1, "C", readonly=True)
-    return _compiled(add, (read, types.Array(types.float64, 1, "C")))
+    return _compile(add, (read, types.Array(types.float64, 1, "C")))
 
 
-def _compiled(function: Callable[..., None], arguments: tuple[Any, ...]) -> Callable[..., None]:
+def _compile(function: Callable[..., None], arguments: tuple[Any, ...]) -> Callable[..., None]:
     """Compile for these arguments, unless a file holds the result already."""
     # With Python's error model each division is checked, and no loop with one is vectorised.
     options = {"nogil": True, "error_model": "numpy"}

@@ -11,7 +11,7 @@ import numpy as np
 
 from strategies.core import array_ops
 
-__all__ = ["Squares", "combined", "norm", "squares"]
+__all__ = ["Squares", "combine", "norm", "squares"]
 
 # Between these, a sum of squares of float64 numbers has lost nothing that matters.
 _SMALLEST, _LARGEST = 1e-200, 1e300
@@ -48,7 +48,7 @@ def squares(array: Any) -> Squares:
 
 def _squares_elsewhere(array: Any) -> Squares:
     xp = array_api_compat.array_namespace(array)
-    array = array_ops.wide(array)
+    array = array_ops.arithmetic_dtype(array)
     scale = float(xp.max(xp.abs(array))) if math.prod(array.shape) else 0.0
     if scale == 0 or not math.isfinite(scale):
         return Squares(1.0, scale)
@@ -56,7 +56,7 @@ def _squares_elsewhere(array: Any) -> Squares:
     return Squares(scale, float(xp.sum(array * array)))
 
 
-def combined(parts: Iterable[Squares]) -> Squares:
+def combine(parts: Iterable[Squares]) -> Squares:
     """Return the sum of sums of squares, added in their order."""
     parts = list(parts)
     if not all(math.isfinite(part.total) for part in parts):

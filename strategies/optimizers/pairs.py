@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from strategies.core import array_ops
 from strategies.core.array_ops import COMPUTE
-from strategies.core.sparse import Rows, as_rows, fitted
+from strategies.core.sparse import Rows, as_rows, checked_rows
 
 __all__ = ["Pair", "check_slots", "floats", "is_variable", "refuse_jax", "resolve", "split"]
 
@@ -54,7 +54,7 @@ def resolve(grads_and_vars: Iterable[tuple[Any, Any]], operation: str) -> list[P
             raise ValueError(f"{operation}: a variable is given twice ({where})")
         settle = getattr(variable, "settle", None) if named else None
         value = _writable(value, operation, where, replaced=settle is not None)
-        pair = _paired(key, where, value, gradient, operation)
+        pair = _pair(key, where, value, gradient, operation)
         pairs[key] = pair._replace(settle=settle)
     return list(pairs.values())
 
@@ -158,7 +158,7 @@ def _writable(value: Any, operation: str, where: str, *, replaced: bool) -> Any:
     return value.detach() if hasattr(value, "detach") else value
 
 
-def _paired(key: str, where: str, value: Any, gradient: Any, operation: str) -> Pair:
+def _pair(key: str, where: str, value: Any, gradient: Any, operation: str) -> Pair:
     """Check a gradient, or the rows of one, against its variable."""
     if gradient is None:
         return Pair(key, where, value, None)
@@ -167,15 +167,15 @@ def _paired(key: str, where: str, value: Any, gradient: Any, operation: str) -> 
     jax = array_api_compat.is_jax_array(value)
     array = floats("gradient", array, operation, where, seen=not jax)
     if jax:
-        array = array_ops.near(value, array)
+        array = array_ops.to_device_of(value, array)
     both_host = isinstance(array, np.ndarray) and isinstance(value, np.ndarray)
-    if not both_host and array_ops.place(array) != array_ops.place(value):
+    if not both_host and array_ops.device_key(array) != array_ops.device_key(value):
         raise TypeError(
             f"{operation}: gradient is in another memory than the variable, expected "
             f"{_describe(value)}, got {_describe(array)} ({where})"
         )
     given = Rows(gradient.indices, array) if sparse else array
-    given = fitted(given, tuple(value.shape), array_ops.dtype_name(value), operation, where)
+    given = checked_rows(given, tuple(value.shape), array_ops.dtype_name(value), operation, where)
     array, rows = (given.values, given.indices) if sparse else (given, None)
     return Pair(key, where, value, array, rows)
 

@@ -9,15 +9,15 @@ import numpy.typing as npt
 import collectives as cc
 from strategies.checkpoint.boxes import Box, Slice
 from strategies.cluster.cluster import Cluster
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.parameter_server import saved
 from strategies.parameter_server.served_variable import ServedVariable
-from strategies.parameter_server.shard import Shard
+from strategies.parameter_server.shard import ParameterServer
 
-__all__ = ["ByParts"]
+__all__ = ["ShardedCheckpoint"]
 
 
-class ByParts:
+class ShardedCheckpoint:
     """What this task saves and loads; nothing, if it is not a ps.
 
     Args:
@@ -30,8 +30,8 @@ class ByParts:
     def __init__(
         self,
         cluster: Cluster,
-        ranks: Ranks,
-        shard: Shard | None,
+        ranks: ProcessGroup,
+        shard: ParameterServer | None,
         variables: Mapping[str, ServedVariable],
     ) -> None:
         servers = list(cluster.ranks_of("ps"))
@@ -46,7 +46,7 @@ class ByParts:
         """See `ParameterServerStrategy.state_slices`; *collective*."""
         # A ps waits here for the workers, which have received the replies to their updates.
         self._ranks.agree("state_slices")
-        slices, updates = self._ranks.prepared("state_slices: collect", self._state_of_ps)
+        slices, updates = self._ranks.run_then_agree("state_slices: collect", self._state_of_ps)
         is_synchronous = self._shard is not None and self._shard.rules.synchronous
         gathered = self._comm.allgather_object(updates if is_synchronous else None)
         by_rank = [(rank, count) for rank, count in enumerate(gathered) if count is not None]
@@ -70,7 +70,7 @@ class ByParts:
 
     def boxes(self) -> dict[str, Box]:
         """See `ParameterServerStrategy.state_boxes`; *collective*."""
-        slices, _ = self._ranks.prepared("state_boxes", self._state_of_ps)
+        slices, _ = self._ranks.run_then_agree("state_boxes", self._state_of_ps)
         own = {name: part.box for name, part in slices.items() if saved.is_large(name, part)}
         known = self._comm.allgather_object({name: len(box.start) for name, box in own.items()})
         axes = {name: number for told in known for name, number in told.items()}

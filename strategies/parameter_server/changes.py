@@ -16,12 +16,12 @@ from collections import deque
 import numpy as np
 import numpy.typing as npt
 
-__all__ = ["Changes"]
+__all__ = ["DirtyRows"]
 
 Indices = npt.NDArray[np.int64]
 
 
-class Changes:
+class DirtyRows:
     """The rows of a variable, or of a part of it, that the last updates have changed.
 
     Args:

@@ -18,19 +18,19 @@ from strategies.parameter_server import saved
 from strategies.parameter_server.saved import ServerState
 from strategies.parameter_server.served_variable import ServedVariable
 from strategies.parameter_server.shard import PARAMETERS
-from strategies.parameter_server.staleness import Decision, Record
-from strategies.rpc.client import Answer
-from strategies.rpc.multi_request import Question
+from strategies.parameter_server.staleness import Decision, WorkerStats
+from strategies.rpc.client import Reply
+from strategies.rpc.multi_request import RequestTo
 from strategies.rpc.registry import Address
 from strategies.rpc.service import Service
 from strategies.variables import partition
 from strategies.variables.actions import compressed, widened
 from strategies.variables.items import packing
 
-__all__ = ["Client", "Report"]
+__all__ = ["Client", "ServerStats"]
 
 
-class Report(NamedTuple):
+class ServerStats(NamedTuple):
     """What one ps task has done.
 
     Attributes:
@@ -40,7 +40,7 @@ class Report(NamedTuple):
     """
 
     version: int
-    records: dict[int, Record]
+    records: dict[int, WorkerStats]
     members: tuple[int, ...]
 
 
@@ -177,13 +177,13 @@ class Client:
     def rows(self, variable: ServedVariable, indices: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return some rows of a variable."""
         result = np.empty((len(indices), *variable.shape[1:]), variable.dtype)
-        found = partition.places(indices, variable.offsets)
+        found = partition.positions(indices, variable.offsets)
         asked = [n for n, places in enumerate(found) if places.size]
         questions = []
         for n in asked:
             part, rows = variable.parts[n], indices[found[n]] - variable.offsets[n]
             told = {"part": self._numbers[part.name], "values_as": self._values_as}
-            questions.append(Question(self._places[part.task], "rows", told, [rows]))
+            questions.append(RequestTo(self._places[part.task], "rows", told, [rows]))
         for n, answer in zip(asked, self._answers(questions), strict=True):
             result[found[n]] = self._widen(answer.values[0], variable)
         return result
@@ -191,7 +191,9 @@ class Client:
     def assign(self, variable: ServedVariable, value: npt.NDArray[Any]) -> None:
         """Let a variable take another value."""
         questions = [
-            Question(self._places[part.task], "assign", {"part": self._numbers[part.name]}, [piece])
+            RequestTo(
+                self._places[part.task], "assign", {"part": self._numbers[part.name]}, [piece]
+            )
             for part, piece in zip(variable.parts, variable.pieces(value), strict=True)
         ]
         self._answers(questions)
@@ -223,13 +225,13 @@ class Client:
                 states[name] = ServerState(counts, {kind: next(arrays) for kind in kinds})
         return states, [answer.metadata["updates"] for answer in answers]
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[ServerStats]:
         """Return what each ps task has done."""
         told = [answer.metadata for answer in self._ask("report", [{}] * len(self.servers))]
         return [
-            Report(
+            ServerStats(
                 facts["version"],
-                {worker: Record(*numbers) for worker, *numbers in facts["records"]},
+                {worker: WorkerStats(*numbers) for worker, *numbers in facts["records"]},
                 tuple(facts["members"]),
             )
             for facts in told
@@ -241,7 +243,7 @@ class Client:
         told: Sequence[dict[str, Any]],
         values: Sequence[Sequence[Any]] | None = None,
         timeout: float | None = None,
-    ) -> list[Answer]:
+    ) -> list[Reply]:
         """Ask all ps tasks at once."""
         if self._cluster.job == "ps":
             raise FailedPreconditionError(
@@ -249,12 +251,12 @@ class Client:
             )
         frames = values or [()] * len(told)
         questions = [
-            Question(place, operation, facts, own)
+            RequestTo(place, operation, facts, own)
             for place, facts, own in zip(self._places, told, frames, strict=True)
         ]
         return self._answers(questions, timeout)
 
-    def _answers(self, questions: Sequence[Question], timeout: float | None = None) -> list[Answer]:
+    def _answers(self, questions: Sequence[RequestTo], timeout: float | None = None) -> list[Reply]:
         answers = self._service.ask(questions).answers(timeout)
         errors = [answer.error for answer in answers if answer.error is not None]
         if not errors:
@@ -270,7 +272,7 @@ class Client:
             raise UnavailableError(f"{error.message}; start again from a checkpoint") from error
         raise error
 
-    def _take(self, answers: Sequence[Answer]) -> None:
+    def _take(self, answers: Sequence[Reply]) -> None:
         """Bring the copies up to date by what the ps tasks have answered.
 
         For each part that is nothing, if the copy here is up to date, the whole, or indices and
@@ -285,7 +287,7 @@ class Client:
         for variable in self._variables:
             if variable.resident:
                 news = [found[part.name] for part in variable.parts]
-                variable.renew(
+                variable.refresh(
                     [[*new[:-1], self._widen(new[-1], variable)] if new else [] for new in news]
                 )
 

@@ -22,7 +22,7 @@ from concurrent.futures import TimeoutError as LateError
 from dataclasses import dataclass
 from typing import Any
 
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.core.pytree import leaves, map_leaves
 from strategies.errors import FailedPreconditionError, OutOfRangeError, UnavailableError
 from strategies.parameter_server.closures import Closure, ClosureQueue, RemoteValue
@@ -105,8 +105,8 @@ class ClusterCoordinator:
         self._datasets = 0
         self._lost: dict[int, str] = {}  # worker -> why
         self._lock = threading.Lock()
-        ranks = Ranks(cluster.comm)
-        ranks.prepared("ClusterCoordinator", self._check)
+        ranks = ProcessGroup(cluster.comm)
+        ranks.run_then_agree("ClusterCoordinator", self._check)
         if self._rank in self._workers:
             number = self._workers.index(self._rank)
             context = InputContext(len(self._workers), number, len(strategy.devices))

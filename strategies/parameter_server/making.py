@@ -18,8 +18,8 @@ import numpy as np
 import numpy.typing as npt
 
 from strategies.cluster.cluster import Cluster
-from strategies.cluster.scopes import Placeable
-from strategies.core.process_group import Ranks
+from strategies.cluster.scopes import PlacementRequest
+from strategies.core.process_group import ProcessGroup
 from strategies.optimizers import Optimizer
 from strategies.parameter_server.served_variable import (
     Owner,
@@ -28,20 +28,20 @@ from strategies.parameter_server.served_variable import (
     number_of_parts,
     parts_of,
 )
-from strategies.parameter_server.shard import Shard
-from strategies.replicas.copies import Seen, fetched
+from strategies.parameter_server.shard import ParameterServer
+from strategies.replicas.copies import ReplicaView, to_host
 from strategies.variables import partition
-from strategies.variables.given import owned
+from strategies.variables.given import take_ownership
 from strategies.variables.partition import Partitioner
 
-__all__ = ["Maker", "Wanted", "refuse_no_optimizer", "wanted"]
+__all__ = ["VariableFactory", "VariableSpec", "refuse_no_optimizer", "wanted"]
 
 Array = npt.NDArray[Any]
 Initializer = Callable[..., npt.ArrayLike]
 Piece = Array | Callable[[], Array]
 
 
-class Wanted(NamedTuple):
+class VariableSpec(NamedTuple):
     """A variable as its maker describes it.
 
     Attributes:
@@ -60,7 +60,7 @@ class Wanted(NamedTuple):
     number: int
     value: Array | None
     initializer: Initializer
-    seen: Seen
+    seen: ReplicaView
 
     def rows(self, first: int, last: int) -> Array:
         """Return some rows, as the initializer makes them, in memory that nobody else has.
@@ -68,14 +68,14 @@ class Wanted(NamedTuple):
         Raises:
             ValueError: it makes others than these.
         """
-        rows = owned(
-            lambda: fetched(self.initializer(first, last, self.shape, self.dtype)), self.dtype
+        rows = take_ownership(
+            lambda: to_host(self.initializer(first, last, self.shape, self.dtype)), self.dtype
         )
         partition.check_shape("variable", rows, (last - first, *self.shape[1:]), self.name)
         return rows
 
 
-class Maker:
+class VariableFactory:
     """Makes the variables of a strategy; all tasks call it alike.
 
     Args:
@@ -89,10 +89,10 @@ class Maker:
     def __init__(
         self,
         cluster: Cluster,
-        ranks: Ranks,
-        shard: Shard | None,
+        ranks: ProcessGroup,
+        shard: ParameterServer | None,
         variables: Mapping[str, ServedVariable],
-        choice: Callable[[Placeable], int],
+        choice: Callable[[PlacementRequest], int],
     ) -> None:
         self._cluster = cluster
         self._chief = cluster.training_ranks[0]
@@ -103,7 +103,7 @@ class Maker:
         self._choice = choice
 
     def make(
-        self, strategy: Owner, name: str, described: Callable[[], Wanted], *, resident: bool
+        self, strategy: Owner, name: str, described: Callable[[], VariableSpec], *, resident: bool
     ) -> tuple[ServedVariable, Sequence[Piece]]:
         """Agree on a new variable; *collective*.
 
@@ -117,17 +117,17 @@ class Maker:
             The variable, and what each of its parts starts from.
         """
         call = f"variable {name}"
-        wanted = self._ranks.prepared(call, described)
-        parts = self._ranks.prepared(call, lambda: self._cut(wanted))
+        wanted = self._ranks.run_then_agree(call, described)
+        parts = self._ranks.run_then_agree(call, lambda: self._cut_parts(wanted))
         self._ranks.agree(f"variable {name} {wanted.dtype} {wanted.shape} {parts} {resident}")
         copy = value = wanted.value
         if value is not None:
             first = value
-            copy = value = self._ranks.together(
+            copy = value = self._ranks.raise_together(
                 "variable", lambda: self._cluster.comm.broadcast(first, root=self._chief)
             )
         elif resident:
-            copy = self._ranks.prepared(call, lambda: wanted.rows(0, wanted.shape[0]))
+            copy = self._ranks.run_then_agree(call, lambda: wanted.rows(0, wanted.shape[0]))
         own = copy if resident else None
         variable = ServedVariable(
             name, wanted.shape, wanted.dtype, parts, strategy, own, wanted.seen
@@ -137,7 +137,7 @@ class Maker:
         ends = itertools.pairwise(variable.offsets)
         return variable, [partial(wanted.rows, first, last) for first, last in ends]
 
-    def _cut(self, wanted: Wanted) -> list[Part]:
+    def _cut_parts(self, wanted: VariableSpec) -> list[Part]:
         """Return the parts of a new variable."""
         name = wanted.name
         parts = parts_of(name, wanted.shape, wanted.dtype, wanted.number, self._choice)
@@ -168,7 +168,7 @@ class Maker:
             for part, piece in zip(variable.parts, pieces, strict=True)
             if self._shard is not None and self._servers[part.task] == own
         ]
-        made = self._ranks.prepared(
+        made = self._ranks.run_then_agree(
             f"variable {variable.name} is made",
             lambda: [(name, _as_function(piece)) for name, piece in mine],
         )
@@ -178,7 +178,7 @@ class Maker:
                 assert self._shard is not None
                 self._shard.add(name, piece, optimizer=optimizer, resident=variable.resident)
 
-        self._ranks.prepared(f"variable {variable.name} is there", take)
+        self._ranks.run_then_agree(f"variable {variable.name} is there", take)
 
 
 def _as_function(piece: Piece) -> Piece:
@@ -209,7 +209,7 @@ def wanted(
     dtype: Any,
     shape: Sequence[int] | None,
     partitioner: Partitioner | None,
-) -> Wanted:
+) -> VariableSpec:
     """Take in what `ParameterServerStrategy.variable` is given.
 
     Raises:
@@ -221,12 +221,12 @@ def wanted(
     value = None
     if shape is None:
         given = given() if callable(given) else given
-        value = np.array(fetched(given), dtype=kind)
+        value = np.array(to_host(given), dtype=kind)
         sizes, found = value.shape, value.dtype
     else:
         sizes, found = _checked_shape(given, shape, name), np.dtype(kind or np.float32)
     number = number_of_parts(name, sizes, found, partitioner)
-    return Wanted(name, sizes, found, number, value, initial_value, Seen(given))
+    return VariableSpec(name, sizes, found, number, value, initial_value, ReplicaView(given))
 
 
 def _checked_shape(initializer: Any, shape: Sequence[int], name: str) -> tuple[int, ...]:

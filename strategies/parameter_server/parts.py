@@ -16,16 +16,16 @@ import numpy.typing as npt
 
 from strategies.core import gradient_sums
 from strategies.core.array_ops import COMPUTE, dtype_name
-from strategies.core.sparse import Gradient, Rows, fitted
+from strategies.core.sparse import Gradient, Rows, checked_rows
 from strategies.errors import InvalidArgumentError
 from strategies.optimizers import Optimizer
 from strategies.parameter_server import saved
-from strategies.parameter_server.changes import Changes
+from strategies.parameter_server.changes import DirtyRows
 from strategies.parameter_server.saved import ServerState
 from strategies.variables.actions import rounded, widened
-from strategies.variables.store import Stored
+from strategies.variables.store import StoredVariable
 
-__all__ = ["Parts"]
+__all__ = ["PartStorage"]
 
 Array = npt.NDArray[Any]
 
@@ -35,7 +35,7 @@ _WORTH_THREADS = 1 << 20
 _MOST_THREADS = min(4, os.cpu_count() or 1)  # more do not make memory faster
 
 
-class Parts:
+class PartStorage:
     """What one ps holds, by number, in the order in which all tasks have made them.
 
     Args:
@@ -43,8 +43,8 @@ class Parts:
     """
 
     def __init__(self, name: str) -> None:
-        self._parts: list[Stored] = []
-        self._changes: dict[int, Changes] = {}  # number of a part of which workers have copies
+        self._parts: list[StoredVariable] = []
+        self._changes: dict[int, DirtyRows] = {}  # number of a part of which workers have copies
         self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix=f"{name}-update")
 
     def add(
@@ -56,13 +56,13 @@ class Parts:
         resident: bool,
     ) -> None:
         """Add one; see `Shard.add`."""
-        part = Stored(name)
+        part = StoredVariable(name)
         part.initialize(value, optimizer)
         # Others are never updated, only assigned.
-        if part.optimizer is not None and dtype_name(part.held) in COMPUTE:
+        if part.optimizer is not None and dtype_name(part.locked) in COMPUTE:
             part.optimizer.prepare([part.named()])
         if resident:
-            self._changes[len(self._parts)] = Changes(part.held.shape)
+            self._changes[len(self._parts)] = DirtyRows(part.locked.shape)
         self._parts.append(part)
 
     def gradients(
@@ -91,7 +91,7 @@ class Parts:
             if rate is not None:
                 rates[number] = rate
             where = f"variable: {part.name}"
-            fitted(gradient, part.held.shape, dtype_name(part.held), "push", where)
+            checked_rows(gradient, part.held.shape, dtype_name(part.held), "push", where)
         return given, rates
 
     def means(self, pushes: Sequence[tuple[Mapping[int, Gradient], float]]) -> dict[int, Gradient]:
@@ -105,7 +105,7 @@ class Parts:
         for gradients, weight in pushes:
             for i, gradient in gradients.items():
                 columns.setdefault(i, []).append((gradient, weight / total))
-        dtypes = {i: dtype_name(self._parts[i].held) for i in columns}
+        dtypes = {i: dtype_name(self._parts[i].locked) for i in columns}
         return {i: gradient_sums.mean(column, 1, dtypes[i]) for i, column in columns.items()}
 
     def update(
@@ -140,7 +140,7 @@ class Parts:
         else:
             self._changes[number].all(version)
 
-    def news(self, version: int, packed: str | None) -> tuple[list[Array], list[int]]:
+    def updates_since(self, version: int, packed: str | None) -> tuple[list[Array], list[int]]:
         """Return what copies of a version lack, and in how many arrays that of each part is.
 
         Of each part of which workers have copies that is nothing, the whole, or indices and rows.
@@ -155,14 +155,14 @@ class Parts:
             part, rows = self._parts[number], changes.since(version)
             own = [rounded(part.view(), packed)] if rows is None else []
             if rows is not None and len(rows):
-                own = [rows, rounded(part.held[rows], packed)]
+                own = [rows, rounded(part.locked[rows], packed)]
             values += own
             counts.append(len(own))
         return values, counts
 
     def rows(self, number: int, indices: Array, packed: str | None) -> Array:
         """Return some rows of a part."""
-        return rounded(self._parts[number].held[indices], packed)
+        return rounded(self._parts[number].locked[indices], packed)
 
     def assign(self, number: int, value: Array, version: int) -> None:
         """Let a part take another value, while this is the version.
@@ -171,10 +171,10 @@ class Parts:
             InvalidArgumentError: it does not fit.
         """
         part = self._parts[number]
-        if (value.shape, value.dtype) != (part.held.shape, part.held.dtype):
+        if (value.shape, value.dtype) != (part.locked.shape, part.locked.dtype):
             raise InvalidArgumentError(
-                f"assign: the value does not fit, expected {part.held.dtype} of shape "
-                f"{part.held.shape}, got {value.dtype} of shape {value.shape} (variable: "
+                f"assign: the value does not fit, expected {part.locked.dtype} of shape "
+                f"{part.locked.shape}, got {value.dtype} of shape {value.shape} (variable: "
                 f"{part.name})"
             )
         part.writable(keep=False)[...] = value

@@ -6,11 +6,11 @@ import operator
 from collections.abc import Mapping, Sequence
 from typing import Any
 
-from strategies.averaging.replicas import Gradients, combine
+from strategies.averaging.replicas import ReplicaGradients, mean_over_replicas
 from strategies.core.array_ops import dtype_name
-from strategies.core.sparse import Gradient, Rows, fitted
+from strategies.core.sparse import Gradient, Rows, checked_rows
 from strategies.parameter_server.served_variable import ServedVariable
-from strategies.replicas.copies import fetched
+from strategies.replicas.copies import to_host
 
 __all__ = ["Pairs", "checked"]
 
@@ -18,7 +18,7 @@ Pairs = list[tuple[Gradient, ServedVariable]]
 
 
 def checked(
-    replicas: Sequence[Gradients], variables: Mapping[str, ServedVariable]
+    replicas: Sequence[ReplicaGradients], variables: Mapping[str, ServedVariable]
 ) -> tuple[Pairs, int | None]:
     """Return the gradients of a worker as messages carry them, and of how many rows they are.
 
@@ -33,7 +33,7 @@ def checked(
         ValueError: a shape or dtype does not fit, a variable is given twice or is another's.
         TypeError: `examples` is not an integer.
     """
-    own = combine(replicas)
+    own = mean_over_replicas(replicas)
     pairs: Pairs = []
     names: set[str] = set()
     for gradient, variable in own.pairs:
@@ -48,7 +48,7 @@ def checked(
         if gradient is not None:
             given = _on_host(gradient)
             where = f"variable: {known.name}"
-            fitted(given, known.shape, dtype_name(known), "apply_gradients", where)
+            checked_rows(given, known.shape, dtype_name(known), "apply_gradients", where)
             pairs.append((given, known))
     examples = _count(own.examples)
     return [] if examples == 0 else pairs, examples
@@ -57,8 +57,8 @@ def checked(
 def _on_host(gradient: Any) -> Gradient:
     """Return a gradient as messages carry it."""
     if isinstance(gradient, Rows):
-        return Rows(gradient.indices, fetched(gradient.values))
-    return fetched(gradient)
+        return Rows(gradient.indices, to_host(gradient.values))
+    return to_host(gradient)
 
 
 def _count(examples: Any) -> int | None:

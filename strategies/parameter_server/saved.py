@@ -21,7 +21,7 @@ import numpy.typing as npt
 
 from strategies.checkpoint.boxes import Slice
 from strategies.parameter_server.served_variable import ServedVariable
-from strategies.variables.store import Stored
+from strategies.variables.store import StoredVariable
 
 __all__ = [
     "ServerState",
@@ -52,7 +52,7 @@ class ServerState(NamedTuple):
     arrays: dict[str, Array]
 
 
-def state_of(part: Stored) -> ServerState:
+def state_of(part: StoredVariable) -> ServerState:
     """Return all of a part, as it is now."""
     assert part.optimizer is not None
     found = ServerState({}, {_VALUE: part.view()})
@@ -62,7 +62,7 @@ def state_of(part: Stored) -> ServerState:
     return found
 
 
-def load(part: Stored, state: ServerState) -> None:
+def load(part: StoredVariable, state: ServerState) -> None:
     """Let a part go on from a state.
 
     Raises:
@@ -118,18 +118,18 @@ def divided(
         ValueError: a name is missing or unknown, or a shape or a dtype does not fit.
     """
     rest = {name: np.asarray(value) for name, value in saved.items()}
-    updates = _counts(_taken(rest, _UPDATES), servers, _UPDATES)
+    updates = _counts(_take(rest, _UPDATES), servers, _UPDATES)
     states: dict[str, ServerState] = {}
     for variable in variables:
         kinds = like[variable.parts[0].name]
         arrays = {}
         for kind, now in kinds.arrays.items():
             name = _key(kind, variable.name)
-            arrays[kind] = _fitting(_taken(rest, name), variable.shape, now.dtype, name)
+            arrays[kind] = _check_fit(_take(rest, name), variable.shape, now.dtype, name)
         counts = {}
         for kind in kinds.counts:
             name = _key(kind, variable.name)
-            counts[kind] = _counts(_taken(rest, name), len(variable.parts), name)
+            counts[kind] = _counts(_take(rest, name), len(variable.parts), name)
         pieces = {kind: variable.pieces(array) for kind, array in arrays.items()}
         for number, part in enumerate(variable.parts):
             states[part.name] = ServerState(
@@ -195,17 +195,17 @@ def own_states(
         ValueError: a name is missing, or a shape or a dtype does not fit.
     """
     rest = {name: np.asarray(value) for name, value in given.items()}
-    updates = _counts(_taken(rest, _UPDATES), servers, _UPDATES)[server]
+    updates = _counts(_take(rest, _UPDATES), servers, _UPDATES)[server]
     states = {}
     for variable, number in _own_parts(variables, like):
         part = variable.parts[number].name
         arrays, counts = {}, {}
         for kind, now in like[part].arrays.items():
             name = _key(kind, variable.name)
-            arrays[kind] = _fitting(_taken(rest, name), now.shape, now.dtype, name)
+            arrays[kind] = _check_fit(_take(rest, name), now.shape, now.dtype, name)
         for kind in like[part].counts:
             name = _key(kind, variable.name)
-            counts[kind] = _counts(_taken(rest, name), len(variable.parts), name)[number]
+            counts[kind] = _counts(_take(rest, name), len(variable.parts), name)[number]
         states[part] = ServerState(counts, arrays)
     return states, updates
 
@@ -228,13 +228,13 @@ def _key(kind: str, variable: str) -> str:
     return f"variable/{variable}" if kind == _VALUE else f"optimizer/{kind}/{variable}"
 
 
-def _taken(rest: dict[str, Array], name: str) -> Array:
+def _take(rest: dict[str, Array], name: str) -> Array:
     if name not in rest:
         raise ValueError(f"load_state_dict: a name is missing, expected {name!r}")
     return rest.pop(name)
 
 
-def _fitting(array: Array, shape: tuple[int, ...], dtype: Any, name: str) -> Array:
+def _check_fit(array: Array, shape: tuple[int, ...], dtype: Any, name: str) -> Array:
     if (array.shape, array.dtype) != (shape, dtype):
         raise ValueError(
             f"load_state_dict: an array does not fit, expected {dtype} of shape {shape}, got "

@@ -13,9 +13,9 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 import numpy.typing as npt
 
-from strategies.cluster.scopes import Placeable
+from strategies.cluster.scopes import PlacementRequest
 from strategies.replicas.context import ReplicaStrategy
-from strategies.replicas.copies import Seen
+from strategies.replicas.copies import ReplicaView
 from strategies.variables import partition
 from strategies.variables.partition import Partitioner
 
@@ -66,7 +66,7 @@ def parts_of(
     shape: tuple[int, ...],
     dtype: Any,
     count: int,
-    choice: Callable[[Placeable], int],
+    choice: Callable[[PlacementRequest], int],
 ) -> list[Part]:
     """Give each part of a variable a task.
 
@@ -87,7 +87,7 @@ def parts_of(
         for start, stop in itertools.pairwise(offsets(shape, count))
     ]
     return [
-        Part(part, choice(Placeable(part, "Variable", shape=size, dtype=dtype)))
+        Part(part, choice(PlacementRequest(part, "Variable", shape=size, dtype=dtype)))
         for part, size in zip(names, sizes, strict=True)
     ]
 
@@ -138,7 +138,7 @@ class ServedVariable:
         parts: Sequence[Part],
         strategy: Owner,
         value: Array | None,
-        seen: Seen | None = None,
+        seen: ReplicaView | None = None,
     ) -> None:
         self.name = name
         self.parts = tuple(parts)
@@ -149,14 +149,14 @@ class ServedVariable:
         self.resident = value is not None
         self.learning_rate: float | None = None
         self.in_place = False
-        self.seen = seen or Seen(None)
+        self.seen = seen or ReplicaView(None)
         self._value = value
 
     def __repr__(self) -> str:
         return f"ServedVariable(name={self.name!r}, shape={self.shape}, dtype={self.dtype})"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        value = self.own
+        value = self.local
         if copy is None:  # which NumPy 1 does not know
             return np.asarray(value, dtype=dtype)
         return np.array(value, dtype=dtype, copy=copy)
@@ -171,10 +171,10 @@ class ServedVariable:
         Raises:
             ValueError: the variable is not resident.
         """
-        return self.seen.last(self.own, self.strategy)
+        return self.seen.last(self.local, self.strategy)
 
     @property
-    def own(self) -> Array:
+    def local(self) -> Array:
         """The memory of that copy. The next `pull` or `apply_gradients` puts another in its place.
 
         Raises:
@@ -196,11 +196,11 @@ class ServedVariable:
         """Return what of an array of its shape lies in each part, as views."""
         return partition.pieces(array, self.offsets)
 
-    def take(self, value: Array) -> None:
+    def apply_reply(self, value: Array) -> None:
         """Let the copy be this array, which nobody else changes any more."""
         self._value = value
 
-    def renew(self, news: Sequence[Sequence[Array]]) -> None:
+    def refresh(self, news: Sequence[Sequence[Array]]) -> None:
         """Let the copy be what is new of each part: nothing, all of it, or indices and rows.
 
         Where only rows are new, the array that was shown so far stays as it is, unless the variable
@@ -208,16 +208,18 @@ class ServedVariable:
         """
         if all(len(new) == 1 for new in news):
             parts = [new[0] for new in news]
-            self.take(parts[0] if len(parts) == 1 else np.concatenate(parts))
+            self.apply_reply(parts[0] if len(parts) == 1 else np.concatenate(parts))
         elif any(news):
-            kept = self.in_place and self.own.flags.writeable
-            whole = self.own if kept else self.own.copy()
+            kept = self.in_place and self.local.flags.writeable
+            whole = self.local if kept else self.local.copy()
             for new, first, last in zip(news, self.offsets, self.offsets[1:], strict=False):
                 if len(new) == 1:
                     whole[first:last] = new[0]
                 elif new:
                     whole[first + new[0]] = new[1]
-            self.take(whole[:])  # another object, so that those who convert it see that it is new
+            self.apply_reply(
+                whole[:]
+            )  # another object, so that those who convert it see that it is new
 
     def assign(self, value: npt.ArrayLike) -> None:
         """Let the variable take another value on its ps tasks, and in the copy here.

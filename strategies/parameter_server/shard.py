@@ -36,18 +36,18 @@ from strategies.errors import (
     UnavailableError,
 )
 from strategies.optimizers import Optimizer
-from strategies.parameter_server.parts import Parts
+from strategies.parameter_server.parts import PartStorage
 from strategies.parameter_server.saved import ServerState
-from strategies.parameter_server.staleness import Decision, Ledger, StalenessRule
-from strategies.rpc.registry import ResourceKind, register
-from strategies.rpc.server_requests import Work
+from strategies.parameter_server.staleness import Decision, StalenessRule, StalenessTracker
+from strategies.rpc.registry import ResourceType, register_type
+from strategies.rpc.server_requests import ServerRequest
 
-__all__ = ["PARAMETERS", "Rules", "Shard"]
+__all__ = ["PARAMETERS", "ServerOptions", "ParameterServer"]
 
 log = logging.getLogger(__name__)
 
 
-class Rules(NamedTuple):
+class ServerOptions(NamedTuple):
     """How a shard is to be trained, equal on all ps tasks.
 
     Attributes:
@@ -76,7 +76,7 @@ class _Push(NamedTuple):
         rates: number of the part -> learning rate, where the worker says which.
     """
 
-    work: Work
+    work: ServerRequest
     worker: int
     version: int
     examples: int | None
@@ -84,7 +84,7 @@ class _Push(NamedTuple):
     rates: dict[int, float]
 
 
-class Shard:
+class ParameterServer:
     """What one ps task holds.
 
     Args:
@@ -93,17 +93,17 @@ class Shard:
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._rules: Rules | None = None
-        self._parts = Parts(name)
-        self._ledger = Ledger()
-        self._members: dict[int, Work] = {}  # worker -> its `join`
+        self._rules: ServerOptions | None = None
+        self._parts = PartStorage(name)
+        self._ledger = StalenessTracker()
+        self._members: dict[int, ServerRequest] = {}  # worker -> its `join`
         self._waiting: dict[int, _Push] = {}  # worker -> its push in this round
         self._held: list[_Push] = []  # until the warm-up is over
         self._warm_at: int | None = None  # version at which it was over
         self._before = 0  # updates that a checkpoint has brought
         self._line = ThreadPoolExecutor(1, thread_name_prefix=name)
 
-    def prepare(self, rules: Rules) -> None:
+    def prepare(self, rules: ServerOptions) -> None:
         """Say how this is trained; before any worker joins.
 
         Raises:
@@ -115,7 +115,7 @@ class Shard:
                 f"{self.name!r}; give each strategy of a cluster its own shared_name="
             )
         self._rules = rules
-        self._ledger = Ledger(rules.staleness)
+        self._ledger = StalenessTracker(rules.staleness)
         self._warm_at = None if rules.warmup_steps else 0
 
     def add(
@@ -138,12 +138,14 @@ class Shard:
         self._line.submit(self._parts.add, name, value, own, resident=resident).result()
 
     @property
-    def rules(self) -> Rules:
+    def rules(self) -> ServerOptions:
         """What `prepare` has said."""
         assert self._rules is not None
         return self._rules
 
-    def serve(self, work: Work, request: Callable[[Shard, Work], None]) -> None:
+    def serve(
+        self, work: ServerRequest, request: Callable[[ParameterServer, ServerRequest], None]
+    ) -> None:
         """Let the shard's thread answer a request, when it comes to it."""
 
         def answer() -> None:
@@ -154,10 +156,10 @@ class Shard:
 
         # Said at once: it may have to end before its turn. What ends it comes after it in line.
         work.wait(
-            lambda error: self._later(lambda: self._end(work, error), lambda: None),
-            lambda: self._later(lambda: self._end(work), lambda: None),
+            lambda error: self._defer(lambda: self._end(work, error), lambda: None),
+            lambda: self._defer(lambda: self._end(work), lambda: None),
         )
-        self._later(answer, lambda: work.fail(CancelledError(f"{self.name}: it was discarded")))
+        self._defer(answer, lambda: work.fail(CancelledError(f"{self.name}: it was discarded")))
 
     def close(self) -> None:
         """Fail all that waits, and end the threads."""
@@ -170,10 +172,10 @@ class Shard:
             self._held.clear()
             self._parts.close()
 
-        self._later(end, end)
+        self._defer(end, end)
         self._line.shutdown(wait=False)
 
-    def _later(self, function: Callable[[], object], instead: Callable[[], object]) -> None:
+    def _defer(self, function: Callable[[], object], instead: Callable[[], object]) -> None:
         try:
             self._line.submit(function)
         except RuntimeError:  # it is closed
@@ -181,11 +183,11 @@ class Shard:
 
     # What follows runs in the shard's thread alone.
 
-    def join(self, work: Work) -> None:
+    def join(self, work: ServerRequest) -> None:
         """Count a worker in until its request ends."""
         self._members[work.arguments["worker"]] = work
 
-    def _left(self, worker: int) -> None:
+    def _on_leave(self, worker: int) -> None:
         log.info("%s: worker on task %d has left", self.name, worker)
         del self._members[worker]
         # One of its threads may wait for gradients that it has pushed while another one left.
@@ -198,16 +200,16 @@ class Shard:
                 )
             )
             self._withdraw(push.work)
-        self._go_on()
+        self._resume()
 
-    def push(self, work: Work) -> None:
+    def push(self, work: ServerRequest) -> None:
         """Take the gradients of a worker; answered with new values.
 
         Raises:
             UnavailableError: the worker is not a member any more: nobody would wait for it.
             ValueError: they do not fit.
         """
-        push = self._checked(work)
+        push = self._check(work)
         if push.worker not in self._members:
             raise UnavailableError(
                 f"push: this ps counts the worker as gone, expected one of tasks "
@@ -226,18 +228,18 @@ class Shard:
                 self._held.append(push)
             else:
                 self._waiting[push.worker] = push
-            self._go_on()
+            self._resume()
             return
         if push.examples == 0:
             self._reply(push, Decision(self._ledger.version - push.version, 0.0))
             return
-        decision = self._ledger.judge(push.worker, push.version)
+        decision = self._ledger.weigh(push.worker, push.version)
         if decision.weight:
             self._update(push.gradients, push.rates, decision.weight)
         self._reply(push, decision)
-        self._go_on()
+        self._resume()
 
-    def _checked(self, work: Work) -> _Push:
+    def _check(self, work: ServerRequest) -> _Push:
         """Look at all gradients before the first variable is changed."""
         told = work.arguments
         given, rates = self._parts.gradients(told, work.values)
@@ -248,7 +250,7 @@ class Shard:
             )
         return _Push(work, told["worker"], told["version"], told["examples"], given, rates)
 
-    def _go_on(self) -> None:
+    def _resume(self) -> None:
         """Make the update of a round that is complete, and let go who waits for the warm-up."""
         chief = self.rules.chief
         expected = {chief} if self._warm_at is None else self._members.keys()
@@ -269,13 +271,13 @@ class Shard:
             held, self._held = self._held, []
             for push in held:
                 late = Decision(version - push.version, 0.0)
-                self._reply(push, self._ledger.note(push.worker, late))
+                self._reply(push, self._ledger.record(push.worker, late))
 
     def _update_together(self, pushes: Sequence[_Push]) -> None:
         """Update by the mean of all workers' gradients, and answer all of them."""
         weights = gradient_sums.weights([push.examples for push in pushes], "workers")
         useful = [(p, w) for p, w in zip(pushes, weights, strict=True) if w]
-        decisions = {p.worker: self._ledger.judge(p.worker, p.version) for p, _ in useful}
+        decisions = {p.worker: self._ledger.weigh(p.worker, p.version) for p, _ in useful}
         useful = [(p, w) for p, w in useful if decisions[p.worker].weight]
         if useful:
             rates: dict[int, float] = {}
@@ -302,26 +304,26 @@ class Shard:
     def _reply(self, push: _Push, decision: Decision) -> None:
         self._answer(push.work, staleness=decision.staleness, weight=decision.weight)
 
-    def _answer(self, work: Work, **facts: Any) -> None:
+    def _answer(self, work: ServerRequest, **facts: Any) -> None:
         """Answer with what the copies of a worker lack, as `Client` reads it."""
         told = work.arguments
-        values, counts = self._parts.news(told["version"], told.get("values_as"))
+        values, counts = self._parts.updates_since(told["version"], told.get("values_as"))
         work.reply(values, version=self._ledger.version, frames=counts, **facts)
 
-    def _end(self, work: Work, error: OpError | None = None) -> None:
+    def _end(self, work: ServerRequest, error: OpError | None = None) -> None:
         """End a request if it waits: with an error, or because nobody wants an answer."""
         if error is not None:
-            work.fail(self._explained(work, error))  # does nothing if it was answered
+            work.fail(self._explain(work, error))  # does nothing if it was answered
         self._withdraw(work)
         for worker in [w for w, membership in self._members.items() if membership is work]:
-            self._left(worker)
+            self._on_leave(worker)
 
-    def _withdraw(self, work: Work) -> None:
+    def _withdraw(self, work: ServerRequest) -> None:
         """Forget the gradients that came with a request, if they still wait."""
         self._waiting = {w: push for w, push in self._waiting.items() if push.work is not work}
         self._held = [push for push in self._held if push.work is not work]
 
-    def _explained(self, work: Work, error: OpError) -> OpError:
+    def _explain(self, work: ServerRequest, error: OpError) -> OpError:
         """Say what a request has waited for until its time was over."""
         if any(push.work is work for push in self._held):
             why = f"the chief has made {self._updates} of {self.rules.warmup_steps} warm-up updates"
@@ -332,21 +334,21 @@ class Shard:
             return error
         return DeadlineExceededError(f"{error.message}; {why}")
 
-    def pull(self, work: Work) -> None:
+    def pull(self, work: ServerRequest) -> None:
         """Answer with what is new of all resident variables."""
         self._answer(work)
 
-    def rows(self, work: Work) -> None:
+    def rows(self, work: ServerRequest) -> None:
         """Answer with some rows of a variable."""
         told = work.arguments
         work.reply([self._parts.rows(told["part"], work.values[0], told.get("values_as"))])
 
-    def assign(self, work: Work) -> None:
+    def assign(self, work: ServerRequest) -> None:
         """Let a variable take another value."""
         self._parts.assign(work.arguments["part"], work.values[0], self._ledger.version)
         work.reply()
 
-    def report(self, work: Work) -> None:
+    def report(self, work: ServerRequest) -> None:
         """Answer with what came of every worker's gradients."""
         records = [
             [worker, r.applied, r.dropped, r.total_staleness, r.most_staleness]
@@ -354,7 +356,7 @@ class Shard:
         ]
         work.reply(version=self._updates, records=records, members=sorted(self._members))
 
-    def state(self, work: Work) -> None:
+    def state(self, work: ServerRequest) -> None:
         """Answer with all that a checkpoint keeps."""
         states = self._parts.states().values()
         arrays = [array for held in states for array in held.arrays.values()]
@@ -369,7 +371,7 @@ class Shard:
         """Go on from what `own_state` has returned."""
         self._line.submit(self._go_on_from, states, updates).result()
 
-    def load(self, work: Work) -> None:
+    def load(self, work: ServerRequest) -> None:
         """Go on from what `state` has answered."""
         if self._waiting:
             raise FailedPreconditionError(
@@ -390,22 +392,22 @@ class Shard:
         self._before = updates - self._ledger.version
         if self._updates < self.rules.warmup_steps:
             self._warm_at = None
-        self._go_on()
+        self._resume()
 
 
 _OPERATIONS = ("assign", "join", "load", "pull", "push", "report", "rows", "state")
 
 
-def _serve(operation: str, shard: Shard, work: Work) -> None:
-    shard.serve(work, getattr(Shard, operation))
+def _serve(operation: str, shard: ParameterServer, work: ServerRequest) -> None:
+    shard.serve(work, getattr(ParameterServer, operation))
 
 
-PARAMETERS = register(
-    ResourceKind(
+PARAMETERS = register_type(
+    ResourceType(
         "Parameters",
-        lambda description, name: Shard(name),
+        lambda description, name: ParameterServer(name),
         lambda shard, description: None,
         {operation: partial(_serve, operation) for operation in _OPERATIONS},
-        Shard.close,
+        ParameterServer.close,
     )
 )

@@ -17,7 +17,15 @@ from typing import NamedTuple, TypeAlias
 
 from strategies.core.validation import integer
 
-__all__ = ["Decision", "Drop", "Ledger", "Record", "Scale", "StalenessRule", "weight"]
+__all__ = [
+    "Decision",
+    "Drop",
+    "StalenessTracker",
+    "WorkerStats",
+    "Scale",
+    "StalenessRule",
+    "weight",
+]
 
 
 @dataclass(frozen=True)
@@ -65,7 +73,7 @@ class Decision(NamedTuple):
 
 
 @dataclass(frozen=True)
-class Record:
+class WorkerStats:
     """What came of the gradients of one worker.
 
     Attributes:
@@ -85,13 +93,15 @@ class Record:
         """Mean over the gradients that were applied; 0 if there are none."""
         return self.total_staleness / self.applied if self.applied else 0.0
 
-    def after(self, decision: Decision) -> Record:
+    def after(self, decision: Decision) -> WorkerStats:
         """Return the record with one more gradient."""
         staleness = decision.staleness
-        return self + (Record(1, 0, staleness, staleness) if decision.weight else Record(0, 1))
+        return self + (
+            WorkerStats(1, 0, staleness, staleness) if decision.weight else WorkerStats(0, 1)
+        )
 
-    def __add__(self, other: Record) -> Record:
-        return Record(
+    def __add__(self, other: WorkerStats) -> WorkerStats:
+        return WorkerStats(
             self.applied + other.applied,
             self.dropped + other.dropped,
             self.total_staleness + other.total_staleness,
@@ -99,7 +109,7 @@ class Record:
         )
 
 
-class Ledger:
+class StalenessTracker:
     """Counts updates, and judges gradients by them.
 
     Args:
@@ -113,9 +123,9 @@ class Ledger:
     def __init__(self, rule: StalenessRule = None) -> None:
         self.rule = rule
         self.version = 0
-        self.records: dict[int, Record] = {}
+        self.records: dict[int, WorkerStats] = {}
 
-    def judge(self, worker: int, version: int) -> Decision:
+    def weigh(self, worker: int, version: int) -> Decision:
         """Decide about a gradient that a worker computed with some version, and note it.
 
         Raises:
@@ -127,9 +137,9 @@ class Ledger:
                 f"push: no such version, expected 0 .. {self.version}, got {version} "
                 f"(worker: task {worker})"
             )
-        return self.note(worker, Decision(staleness, weight(self.rule, staleness)))
+        return self.record(worker, Decision(staleness, weight(self.rule, staleness)))
 
-    def note(self, worker: int, decision: Decision) -> Decision:
+    def record(self, worker: int, decision: Decision) -> Decision:
         """Write a decision down."""
-        self.records[worker] = self.records.get(worker, Record()).after(decision)
+        self.records[worker] = self.records.get(worker, WorkerStats()).after(decision)
         return decision

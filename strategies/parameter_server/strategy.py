@@ -22,33 +22,33 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies.averaging.replicas import Gradients
+from strategies.averaging.replicas import ReplicaGradients
 from strategies.checkpoint.boxes import Box, Slice
 from strategies.cluster.device_setter import RoundRobin
-from strategies.cluster.scopes import Placeable
+from strategies.cluster.scopes import PlacementRequest
 from strategies.core.array_ops import dtype_name
-from strategies.core.process_group import Ranks
-from strategies.core.sparse import Rows, fitted
+from strategies.core.process_group import ProcessGroup
+from strategies.core.sparse import Rows, checked_rows
 from strategies.core.validation import integer, number
 from strategies.optimizers import Optimizer
 from strategies.parameter_server import making, pushes
-from strategies.parameter_server.by_parts import ByParts
-from strategies.parameter_server.client import Client, Report
-from strategies.parameter_server.making import Maker, Wanted
+from strategies.parameter_server.by_parts import ShardedCheckpoint
+from strategies.parameter_server.client import Client, ServerStats
+from strategies.parameter_server.making import VariableFactory, VariableSpec
 from strategies.parameter_server.served_variable import ServedVariable
-from strategies.parameter_server.shard import PARAMETERS, Rules, Shard
+from strategies.parameter_server.shard import PARAMETERS, ParameterServer, ServerOptions
 from strategies.parameter_server.staleness import Decision, StalenessRule
 from strategies.replicas import datasets
 from strategies.replicas.context import require_cross_replica
-from strategies.replicas.copies import fetched
+from strategies.replicas.copies import to_host
 from strategies.replicas.datasets import InputContext, Policy
 from strategies.rpc.server import Server
 from strategies.strategy.base.base import Strategy
 from strategies.variables import partition
 from strategies.variables.partition import Partitioner
-from strategies.wrapping.hosting import Hosted, Parameter, refuse_others
+from strategies.wrapping.hosting import Parameter, ParameterHost, refuse_others
 
-__all__ = ["ParameterServerStrategy", "Report"]
+__all__ = ["ParameterServerStrategy", "ServerStats"]
 
 
 class ParameterServerStrategy(Strategy):
@@ -111,7 +111,7 @@ class ParameterServerStrategy(Strategy):
         warmup_steps: int = 0,
         rate_scale: float = 1.0,
         partitioner: Partitioner | None = None,
-        choice: Callable[[Placeable], int] | None = None,
+        choice: Callable[[PlacementRequest], int] | None = None,
         devices: Sequence[str] | None = None,
         compression: cc.Compression | None = cc.NONE,
         value_compression: cc.Compression | None = cc.NONE,
@@ -128,15 +128,15 @@ class ParameterServerStrategy(Strategy):
         self.optimizer = optimizer
         self._partitioner = partitioner
         self.timeout = timeout
-        self._all = Ranks(self.cluster.comm)
+        self._all = ProcessGroup(self.cluster.comm)
         self._workers = tuple(self.cluster.training_ranks)
         self.last_push: tuple[Decision, ...] = ()
         self._servers = tuple(self.cluster.ranks_of("ps"))
-        self._shard: Shard | None = None
-        self._all.prepared(
+        self._shard: ParameterServer | None = None
+        self._all.run_then_agree(
             "ParameterServerStrategy", lambda: self._check(devices, warmup_steps, rate_scale)
         )
-        self._client = self._all.prepared(
+        self._client = self._all.run_then_agree(
             "ParameterServerStrategy",
             lambda: Client(server.service, self.cluster, compression, value_compression),
         )
@@ -146,12 +146,14 @@ class ParameterServerStrategy(Strategy):
             f"devices={len(self.devices)}, compression={compression}, "
             f"value_compression={value_compression}, shared_name={shared_name!r}"
         )
-        rules = Rules(optimizer, synchronous, staleness, warmup_steps, rate_scale, self._workers[0])
-        self._all.prepared("ParameterServerStrategy", lambda: self._serve(shared_name, rules))
-        self._all.prepared("ParameterServerStrategy", lambda: self._join(shared_name))
+        rules = ServerOptions(
+            optimizer, synchronous, staleness, warmup_steps, rate_scale, self._workers[0]
+        )
+        self._all.run_then_agree("ParameterServerStrategy", lambda: self._serve(shared_name, rules))
+        self._all.run_then_agree("ParameterServerStrategy", lambda: self._join(shared_name))
         chosen = choice or RoundRobin(len(self._servers))
-        self._maker = Maker(self.cluster, self._all, self._shard, self.variables, chosen)
-        self._by_parts = ByParts(self.cluster, self._all, self._shard, self.variables)
+        self._maker = VariableFactory(self.cluster, self._all, self._shard, self.variables, chosen)
+        self._by_parts = ShardedCheckpoint(self.cluster, self._all, self._shard, self.variables)
 
     def _check(self, devices: Sequence[str] | None, warmup_steps: int, rate_scale: float) -> None:
         if self.optimizer is not None and not isinstance(self.optimizer, Optimizer):
@@ -173,7 +175,7 @@ class ParameterServerStrategy(Strategy):
             )
         super().__init__(devices)
 
-    def _serve(self, name: str, rules: Rules) -> None:
+    def _serve(self, name: str, rules: ServerOptions) -> None:
         """On a ps: make the place for its variables."""
         if self.cluster.job == "ps":
             own = self.cluster.comm.rank
@@ -244,7 +246,7 @@ class ParameterServerStrategy(Strategy):
         require_cross_replica(self, "variable")
         chosen = self._free_name() if name is None else name
 
-        def described() -> Wanted:
+        def described() -> VariableSpec:
             self._refuse_taken(chosen)
             making.refuse_no_optimizer(chosen, optimizer or self.optimizer)
             return making.wanted(chosen, initial_value, dtype, shape, self._partitioner)
@@ -270,11 +272,13 @@ class ParameterServerStrategy(Strategy):
                     f"{type(optimizer).__name__} beside {type(self.optimizer).__name__}"
                 )
 
-        self._all.prepared("use", check)
+        self._all.run_then_agree("use", check)
         self._all.agree(f"use of {type(optimizer).__name__}")
         self.optimizer = optimizer
 
-    def host(self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False) -> Hosted:
+    def host(
+        self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False
+    ) -> ParameterHost:
         """Put the parameters of a model of another library on the ps tasks; *collective*.
 
         `DistributedOptimizer(optimizer, strategy=...)` does it.
@@ -287,14 +291,14 @@ class ParameterServerStrategy(Strategy):
             Exception: what `parameters` raised; on all tasks.
             ValueError: as `variable`; or values are not alike; on all tasks.
         """
-        given = self._all.prepared("DistributedOptimizer", parameters)
+        given = self._all.run_then_agree("DistributedOptimizer", parameters)
         made = [self.variable(p.value, name=p.name, optimizer=p.optimizer) for p in given]
         if alike:
-            self._all.prepared("DistributedOptimizer", lambda: refuse_others(given, made))
+            self._all.run_then_agree("DistributedOptimizer", lambda: refuse_others(given, made))
         for variable in made:
             variable.in_place = True  # not to copy a table for the rows of a step
         own = operator.attrgetter("own")
-        return Hosted(made, value_of=own, push=self._push_at, pull=self.pull)
+        return ParameterHost(made, value_of=own, push=self._push_at, pull=self.pull)
 
     def _push_at(
         self, pairs: list[tuple[Any, Any]], rates: Sequence[float | None], examples: Any
@@ -354,7 +358,7 @@ class ParameterServerStrategy(Strategy):
         none: Any = optimizer  # it may be, if every variable has its own
         super().apply_gradients(none, grads_and_vars, examples=examples)
 
-    def _apply(self, optimizer: Any, replicas: Sequence[Gradients]) -> None:
+    def _apply(self, optimizer: Any, replicas: Sequence[ReplicaGradients]) -> None:
         """Check this worker's gradients, and push them."""
         useful, examples = pushes.checked(replicas, self.variables)
         self.last_push = self._client.push(useful, examples, self.timeout)
@@ -373,22 +377,22 @@ class ParameterServerStrategy(Strategy):
             ValueError: an index is out of range.
             UnavailableError: a ps task is lost.
         """
-        chosen = fetched(indices)
+        chosen = to_host(indices)
         like = np.broadcast_to(np.zeros((), variable.dtype), (*chosen.shape, *variable.shape[1:]))
         rows = Rows(chosen, like)
         where = f"variable: {variable.name}"
-        fitted(rows, variable.shape, dtype_name(variable), "look_up", where)
+        checked_rows(rows, variable.shape, dtype_name(variable), "look_up", where)
         return variable.seen(self._client.rows(variable, rows.indices), self)
 
     def assign(self, variable: ServedVariable, value: Any) -> None:
         """Let a variable take another value; see `ServedVariable.assign`."""
-        array = np.asarray(fetched(value), variable.dtype)
+        array = np.asarray(to_host(value), variable.dtype)
         partition.check_shape("assign", array, variable.shape, variable.name)
         self._client.assign(variable, array)
         if variable.resident:
-            variable.take(array.copy())
+            variable.apply_reply(array.copy())
 
-    def reports(self) -> list[Report]:
+    def reports(self) -> list[ServerStats]:
         """Return what each ps task has done so far; not on a ps task."""
         return self._client.reports()
 
@@ -480,7 +484,7 @@ class ParameterServerStrategy(Strategy):
             ValueError: the policy is neither "data" nor "auto", which is "data" here: workers are
                 not in step.
         """
-        ranks = Ranks(self.cluster.workers)
+        ranks = ProcessGroup(self.cluster.workers)
         parts = datasets.of_same_batches(batches, ranks, len(self.devices), policy)
         return self._on_devices(parts)
 
@@ -495,5 +499,5 @@ class ParameterServerStrategy(Strategy):
         """
         workers = len(self._workers)
         context = InputContext(workers, self._index, workers * len(self.devices))
-        parts = datasets.from_function(dataset_fn(context), Ranks(), len(self.devices))
+        parts = datasets.from_function(dataset_fn(context), ProcessGroup(), len(self.devices))
         return self._on_devices(parts)

@@ -21,12 +21,12 @@ from typing import Any
 from strategies.errors import CancelledError, OpError, OutOfRangeError
 from strategies.queues.components import Components
 from strategies.queues.store import Columns, RowStore
-from strategies.rpc.operation import Attempt, Waiting
+from strategies.rpc.operation import OperationOwner, PendingOperation
 
-__all__ = ["Close", "Dequeue", "Engine", "Enqueue"]
+__all__ = ["Close", "Dequeue", "QueueStateMachine", "Enqueue"]
 
 
-class Enqueue(Attempt):
+class Enqueue(PendingOperation):
     """Put rows in, as many as there is room for, until all are in.
 
     Args:
@@ -40,11 +40,11 @@ class Enqueue(Attempt):
         self.count = count
 
 
-class Close(Attempt):
+class Close(PendingOperation):
     """Close the queue when everything before it in the line is in."""
 
 
-class Dequeue(Attempt):
+class Dequeue(PendingOperation):
     """Take rows out, as many as are allowed, until there are enough.
 
     Args:
@@ -66,7 +66,7 @@ class Dequeue(Attempt):
         self.up_to = up_to
 
 
-class Engine(Waiting):
+class QueueStateMachine(OperationOwner):
     """The state of one queue, and the only code that changes it.
 
     Args:
@@ -93,26 +93,26 @@ class Engine(Waiting):
         self._keep = min_after_dequeue
         self._name = name
         self._lock = threading.Lock()
-        self._finished: deque[Attempt] = deque()  # those that somebody is to be told of
-        self._enqueues: deque[Attempt] = deque()
+        self._finished: deque[PendingOperation] = deque()  # those that somebody is to be told of
+        self._enqueues: deque[PendingOperation] = deque()
         self._dequeues: deque[Dequeue] = deque()
 
     def __len__(self) -> int:
         return self._store.size
 
-    def waiting(self) -> tuple[list[Attempt], list[Attempt]]:
+    def waiting(self) -> tuple[list[PendingOperation], list[PendingOperation]]:
         """Return the attempts that wait on the enqueue side and on the dequeue side, in line."""
         with self._lock:
             return list(self._enqueues), list(self._dequeues)
 
-    def submit(self, attempt: Attempt) -> None:
+    def submit(self, attempt: PendingOperation) -> None:
         """Let a new attempt run, now or when its turn comes."""
         with self._lock:
             enqueues, dequeues = self._enqueues, self._dequeues
             if attempt.count == 0:
                 self._finish(attempt)
             elif isinstance(attempt, Dequeue):
-                if dequeues or not self._step_out(attempt) or not attempt.done:
+                if dequeues or not self._advance_dequeues(attempt) or not attempt.done:
                     dequeues.append(attempt)
                 if enqueues:
                     self._run()
@@ -121,12 +121,12 @@ class Engine(Waiting):
                 already = "already " if isinstance(attempt, Close) else ""
                 self._finish(attempt, CancelledError(f"{self._name}: the queue is {already}closed"))
             else:
-                if enqueues or not self._step_in(attempt) or not attempt.done:
+                if enqueues or not self._advance_enqueues(attempt) or not attempt.done:
                     enqueues.append(attempt)
                 if dequeues:
                     self._run()
         if self._finished:
-            self._tell()
+            self._notify()
 
     def close_now(self) -> None:
         """Close and fail all that waits on the enqueue side; rows that are in stay."""
@@ -136,7 +136,7 @@ class Engine(Waiting):
                 self._finish(attempt, CancelledError(f"{self._name}: enqueue was cancelled"))
             self._enqueues.clear()
             self._run()
-        self._tell()
+        self._notify()
 
     def cancel_pending(self) -> None:
         """Fail all that waits on both sides; what dequeues had taken goes back."""
@@ -148,9 +148,9 @@ class Engine(Waiting):
                 if isinstance(attempt, Dequeue):
                     self._restore(attempt)
                 self._finish(attempt, CancelledError(f"{self._name}: the operation was cancelled"))
-        self._tell()
+        self._notify()
 
-    def withdraw(self, attempt: Attempt, error: OpError) -> None:
+    def withdraw(self, attempt: PendingOperation, error: OpError) -> None:
         """End an attempt that waits, with `error`; what it had taken goes back."""
         with self._lock:
             if attempt.done:
@@ -162,16 +162,16 @@ class Engine(Waiting):
                 self._enqueues.remove(attempt)
             self._finish(attempt, error)
             self._run()
-        self._tell()
+        self._notify()
 
-    def abandon(self, attempt: Attempt) -> None:
+    def abandon(self, attempt: PendingOperation) -> None:
         """End an attempt for which nobody waits any more, also if it has finished by now."""
         self.withdraw(attempt, CancelledError(f"{self._name}: the caller was interrupted"))
         if isinstance(attempt, Dequeue):
             with self._lock:
                 self._restore(attempt)  # nothing, if it was withdrawn
                 self._run()
-            self._tell()
+            self._notify()
 
     def _run(self) -> None:
         """Let the heads of both lines work in turn until neither gets further."""
@@ -179,18 +179,18 @@ class Engine(Waiting):
         progress = True
         while progress:
             progress = False
-            while enqueues and self._step_in(enqueues[0]):
+            while enqueues and self._advance_enqueues(enqueues[0]):
                 progress = bool(dequeues)
                 if not enqueues[0].done:
                     break
                 enqueues.popleft()
-            while dequeues and self._step_out(dequeues[0]):
+            while dequeues and self._advance_dequeues(dequeues[0]):
                 progress = bool(enqueues)
                 if not dequeues[0].done:
                     break
                 dequeues.popleft()
 
-    def _step_in(self, attempt: Attempt) -> bool:
+    def _advance_enqueues(self, attempt: PendingOperation) -> bool:
         """Let the head of the enqueue side work; return whether anything changed."""
         if not isinstance(attempt, Enqueue):
             self.closed = True
@@ -212,7 +212,7 @@ class Engine(Waiting):
             self._finish(attempt)
         return True
 
-    def _step_out(self, attempt: Dequeue) -> bool:
+    def _advance_dequeues(self, attempt: Dequeue) -> bool:
         """Let the head of the dequeue side work; return whether anything changed."""
         store = self._store
         allowed = store.size if self.closed else store.size - self._keep
@@ -245,17 +245,17 @@ class Engine(Waiting):
             self._store.put_back(piece)
         attempt.pieces, attempt.taken = None, 0
 
-    def _finish(self, attempt: Attempt, error: OpError | None = None) -> None:
+    def _finish(self, attempt: PendingOperation, error: OpError | None = None) -> None:
         attempt.error = error  # as `settle` does, without a call: this is the hot path
         attempt.done = True
         if attempt.on_done is not None:
             self._finished.append(attempt)
 
-    def _tell(self) -> None:
+    def _notify(self) -> None:
         """Call those whose attempts have finished; without the lock, as they may come back."""
         while True:
             try:
                 attempt = self._finished.popleft()
             except IndexError:
                 return
-            attempt.tell()
+            attempt.notify()

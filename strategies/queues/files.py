@@ -12,7 +12,7 @@ from strategies.core.validation import integer
 from strategies.queues.engine import Close, Enqueue
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import OPERATIONS, RemoteEngine
-from strategies.rpc.registry import Handler, ResourceKind, register
+from strategies.rpc.registry import Handler, ResourceType, register_type
 from strategies.rpc.service import Service
 
 __all__ = ["shared_files", "shared_range"]
@@ -55,10 +55,10 @@ def shared_files(
     """
     if isinstance(files, str) or not len(files):
         raise ValueError(f"shared_files: expected a sequence of file names, got {files!r}")
-    line = _Line(num_epochs, shuffle, seed, capacity)
+    line = _EpochPlan(num_epochs, shuffle, seed, capacity)
     line.check("shared_files")
     described = {"files": [str(file) for file in files], **line._asdict()}
-    return _opened(described, service, shared_name, task, container)
+    return _open(described, service, shared_name, task, container)
 
 
 def shared_range(
@@ -107,13 +107,13 @@ def shared_range(
         ([0.0, 1.0, 2.0, 3.0], [0, 1, 0, 1])
     """
     integer("shared_range", "limit", limit)
-    line = _Line(num_epochs, shuffle, seed, capacity)
+    line = _EpochPlan(num_epochs, shuffle, seed, capacity)
     line.check("shared_range")
     described = {"limit": int(limit), "rows": list(rows), **line._asdict()}
-    return _opened(described, service, shared_name, task, container)
+    return _open(described, service, shared_name, task, container)
 
 
-class _Line(NamedTuple):
+class _EpochPlan(NamedTuple):
     """How elements are gone through."""
 
     num_epochs: int | None
@@ -136,7 +136,7 @@ class _Line(NamedTuple):
             )
 
 
-def _opened(
+def _open(
     description: dict[str, Any],
     service: Service,
     name: str,
@@ -156,14 +156,14 @@ def _empty(description: Mapping[str, Any], name: str) -> FIFOQueue:
     return FIFOQueue(description["capacity"], kind, [()], name=name)
 
 
-class _Files(NamedTuple):
+class _SharedQueue(NamedTuple):
     """The queue, and what it was made of."""
 
     queue: FIFOQueue
     description: Mapping[str, Any]
 
 
-def _make(description: Mapping[str, Any], name: str) -> _Files:
+def _make(description: Mapping[str, Any], name: str) -> _SharedQueue:
     queue = _empty(description, name)
     names: Any
     if "limit" in description:
@@ -192,10 +192,10 @@ def _make(description: Mapping[str, Any], name: str) -> _Files:
             fill()
 
     fill()
-    return _Files(queue, dict(description))
+    return _SharedQueue(queue, dict(description))
 
 
-def _difference(files: _Files, description: Mapping[str, Any]) -> str | None:
+def _difference(files: _SharedQueue, description: Mapping[str, Any]) -> str | None:
     if description.keys() != files.description.keys():
         return "one of file names and numbers is the other"
     for what, asked in description.items():
@@ -209,8 +209,8 @@ def _on_queue(operation: Handler) -> Handler:
     return lambda files, work: operation(files.queue, work)
 
 
-_KIND = register(
-    ResourceKind(
+_KIND = register_type(
+    ResourceType(
         "shared_files",
         _make,
         _difference,

@@ -12,7 +12,7 @@ from typing import Any
 
 from strategies.errors import InvalidArgumentError
 from strategies.queues.components import Components
-from strategies.queues.placed import PrioritisedRows, ShuffledRows
+from strategies.queues.placed import PriorityStore, ShuffledStore
 from strategies.queues.queue import Queue
 from strategies.queues.store import FifoRows
 
@@ -98,7 +98,7 @@ class RandomShuffleQueue(Queue):
         self.min_after_dequeue = min_after_dequeue
         self.seed = seed
         super().__init__(
-            ShuffledRows(*components.storage(), seed),
+            ShuffledStore(*components.storage(), seed),
             components,
             capacity=capacity,
             min_after_dequeue=min_after_dequeue,
@@ -184,5 +184,5 @@ class PriorityQueue(Queue):
     ) -> None:
         components = Components(dtypes, shapes, names, prioritised=True)
         name = name or f"priority_queue_{next(_numbers)}"
-        store = PrioritisedRows(*components.storage())
+        store = PriorityStore(*components.storage())
         super().__init__(store, components, capacity=capacity, name=name)

@@ -11,10 +11,10 @@ import numpy as np
 
 from strategies.queues.store import Columns, RowStore
 
-__all__ = ["PlacedRows", "PrioritisedRows", "ShuffledRows"]
+__all__ = ["SlotStore", "PriorityStore", "ShuffledStore"]
 
 
-class PlacedRows(RowStore):
+class SlotStore(RowStore):
     """Rows at free places of the columns; what is derived from it keeps their order."""
 
     def __init__(self, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]) -> None:
@@ -32,7 +32,7 @@ class PlacedRows(RowStore):
 
     def append(self, columns: Columns, start: int, stop: int) -> None:
         """Add rows, in their order."""
-        self._enter(self._put(columns, start, stop))
+        self._enter(self._store(columns, start, stop))
 
     def take_row(self) -> tuple[Any, ...]:
         """Remove the next row."""
@@ -66,7 +66,7 @@ class PlacedRows(RowStore):
     def _move(self) -> list[int]:
         """Return the places of all rows, and from now on expect row `i` of these at place `i`."""
 
-    def _put(self, columns: Columns, start: int, stop: int) -> list[int]:
+    def _store(self, columns: Columns, start: int, stop: int) -> list[int]:
         """Copy rows to free places and return these."""
         count = stop - start
         self._reserve(count)
@@ -86,7 +86,7 @@ class PlacedRows(RowStore):
             self._free = list(range(self.size, self._room))
 
 
-class ShuffledRows(PlacedRows):
+class ShuffledStore(SlotStore):
     """Every row that is present is equally likely to leave next.
 
     One random number in [0, 1) is used per row that leaves, and the last row takes the place of the
@@ -134,7 +134,7 @@ class ShuffledRows(PlacedRows):
         return places
 
 
-class PrioritisedRows(PlacedRows):
+class PriorityStore(SlotStore):
     """The row with the smallest first component is next; among equals, the one that came first."""
 
     def __init__(self, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]) -> None:
@@ -146,7 +146,7 @@ class PrioritisedRows(PlacedRows):
         """Give back rows, so that they precede all others of the same priority."""
         count = len(columns[0])
         self._first -= count
-        self._push(self._put(columns, 0, count), self._first)
+        self._push(self._store(columns, 0, count), self._first)
 
     def _enter(self, places: list[int]) -> None:
         self._push(places, self._last)

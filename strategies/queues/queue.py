@@ -7,7 +7,7 @@ from typing import Any
 
 from strategies.errors import InvalidArgumentError
 from strategies.queues.components import Components
-from strategies.queues.engine import Close, Dequeue, Engine, Enqueue
+from strategies.queues.engine import Close, Dequeue, Enqueue, QueueStateMachine
 from strategies.queues.store import RowStore
 from strategies.rpc.operation import perform
 from strategies.rpc.wait_limits import is_unlimited
@@ -60,7 +60,7 @@ class Queue:
         self.dtypes = components.dtypes
         self.shapes = components.shapes
         self.names = components.names
-        self.engine = Engine(
+        self.engine = QueueStateMachine(
             store, components, capacity=capacity, min_after_dequeue=min_after_dequeue, name=name
         )
         self.runners: list[RunnerStatus] = []

@@ -24,10 +24,10 @@ from strategies.queues.kinds import (
     RandomShuffleQueue,
 )
 from strategies.queues.values import as_dtype
-from strategies.rpc.client import Answer
-from strategies.rpc.operation import Attempt, RemoteAttempts, serve
-from strategies.rpc.registry import Handler, ResourceKind, register
-from strategies.rpc.server_requests import Work
+from strategies.rpc.client import Reply
+from strategies.rpc.operation import PendingOperation, RemoteAttempts, serve
+from strategies.rpc.registry import Handler, ResourceType, register_type
+from strategies.rpc.server_requests import ServerRequest
 from strategies.rpc.service import Service
 from strategies.rpc.wire import dtype_named
 
@@ -157,15 +157,15 @@ class RemoteEngine(RemoteAttempts):
         """Close and fail all that waits on the enqueue side; rows that are in stay."""
         self.service.request(self.address, "close_now")
 
-    def submit(self, attempt: Attempt) -> None:
+    def submit(self, attempt: PendingOperation) -> None:
         """Send an attempt on its way, unless there is nothing to do."""
         if attempt.count == 0:
-            attempt.settle()
-            attempt.tell()
+            attempt.complete()
+            attempt.notify()
         else:
             super().submit(attempt)
 
-    def request_of(self, attempt: Attempt) -> tuple[str, dict[str, Any], list[Any]]:
+    def request_of(self, attempt: PendingOperation) -> tuple[str, dict[str, Any], list[Any]]:
         """Return operation, arguments and values."""
         if isinstance(attempt, Enqueue):
             return "enqueue", {"count": attempt.count}, list(attempt.rows)
@@ -174,14 +174,14 @@ class RemoteEngine(RemoteAttempts):
         assert isinstance(attempt, Close)
         return "close", {}, []
 
-    def answered(self, attempt: Attempt, answer: Answer) -> None:
+    def answered(self, attempt: PendingOperation, answer: Reply) -> None:
         """Note what came of an attempt."""
         if isinstance(attempt, Dequeue):
             _fill(attempt, answer.metadata["pieces"], answer.values)
         elif isinstance(attempt, Enqueue):
             attempt.entered = attempt.count or 1
 
-    def give_back(self, attempt: Attempt) -> None:
+    def give_back(self, attempt: PendingOperation) -> None:
         """Return rows that have come and that nobody will take."""
         if not isinstance(attempt, Dequeue) or not (attempt.row or attempt.pieces):
             return
@@ -213,7 +213,7 @@ def _fill(attempt: Dequeue, pieces: int, values: Sequence[Any]) -> None:
 # Operations, at the task where the queue is.
 
 
-def _enqueue(queue: Queue, work: Work) -> None:
+def _enqueue(queue: Queue, work: ServerRequest) -> None:
     rows, count = tuple(work.values), work.arguments["count"]
     fits = count is None or all(np.shape(column)[:1] == (count,) for column in rows)
     if len(rows) != len(queue.dtypes) or not fits:
@@ -221,7 +221,7 @@ def _enqueue(queue: Queue, work: Work) -> None:
     serve(queue.engine, Enqueue(rows, count), work, lambda done: work.reply())
 
 
-def _dequeue(queue: Queue, work: Work) -> None:
+def _dequeue(queue: Queue, work: ServerRequest) -> None:
     def answer(attempt: Dequeue) -> None:
         pieces, values = _rows_of(attempt)
         work.reply(values, confirm=True, pieces=pieces)
@@ -230,21 +230,21 @@ def _dequeue(queue: Queue, work: Work) -> None:
     serve(queue.engine, wanted, work, answer)
 
 
-def _close(queue: Queue, work: Work) -> None:
+def _close(queue: Queue, work: ServerRequest) -> None:
     serve(queue.engine, Close(), work, lambda done: work.reply())
 
 
-def _close_now(queue: Queue, work: Work) -> None:
+def _close_now(queue: Queue, work: ServerRequest) -> None:
     queue.engine.close_now()
     work.reply()
 
 
-def _give_back(queue: Queue, work: Work) -> None:
+def _give_back(queue: Queue, work: ServerRequest) -> None:
     """Take back rows of a finished dequeue whose caller was interrupted."""
     pieces = work.arguments["pieces"]
     attempt = Dequeue(len(work.values) if pieces else None)
     _fill(attempt, pieces, work.values)
-    attempt.settle()
+    attempt.complete()
     queue.engine.abandon(attempt)
     work.reply()
 
@@ -260,14 +260,14 @@ OPERATIONS: dict[str, Handler] = {
 }
 
 
-def _kind(queue: type[Queue]) -> ResourceKind:
+def _kind(queue: type[Queue]) -> ResourceType:
     make: Callable[[Mapping[str, Any], str], Queue] = partial(_make, queue)
-    return register(
-        ResourceKind(queue.__name__, make, _difference, OPERATIONS, queue.cancel_pending)
+    return register_type(
+        ResourceType(queue.__name__, make, _difference, OPERATIONS, queue.cancel_pending)
     )
 
 
-_KINDS: dict[type[Queue], ResourceKind] = {
+_KINDS: dict[type[Queue], ResourceType] = {
     queue: _kind(queue)
     for queue in (FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue)
 }

@@ -76,6 +76,6 @@ def increased(array: Any, delta: Any) -> Any:
     """Add to an array where it is; JAX's is replaced."""
     if array_api_compat.is_jax_array(array):
         return array + delta
-    with array_ops.at(array):
+    with array_ops.device_context(array):
         array[...] += delta
     return array

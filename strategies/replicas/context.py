@@ -10,13 +10,13 @@ from typing import Any, NamedTuple, Protocol
 from strategies.cluster import local_devices as devices
 from strategies.core.array_ops import on_several_devices
 from strategies.core.communication_options import CommunicationOptions
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.replicas import per_replica, reductions
 from strategies.replicas.reductions import ReduceOp
 
 __all__ = [
     "Context",
-    "Meeting",
+    "SyncPoint",
     "ReplicaContext",
     "ReplicaStrategy",
     "current",
@@ -29,7 +29,7 @@ __all__ = [
 class ReplicaStrategy(Protocol):
     """A strategy, as far as its replicas know it; see `strategies.Strategy`."""
 
-    ranks: Ranks
+    ranks: ProcessGroup
     devices: tuple[str, ...]
     is_placed: bool
     updates_everywhere: bool
@@ -54,7 +54,7 @@ class ReplicaStrategy(Protocol):
         """Return an array for each replica of this process, where it belongs."""
 
 
-class Meeting(NamedTuple):
+class SyncPoint(NamedTuple):
     """Why a replica waits for the others, and what happens when all have come.
 
     Attributes:
@@ -85,7 +85,7 @@ class ReplicaContext:
         self,
         strategy: ReplicaStrategy,
         local_id: int,
-        meet: Callable[[Meeting], Any] | None = None,
+        meet: Callable[[SyncPoint], Any] | None = None,
     ) -> None:
         self.strategy = strategy
         self.local_id = local_id
@@ -150,7 +150,7 @@ class ReplicaContext:
             ranks = self.strategy.ranks.with_options(options)
             return reductions.shared(reductions.reduce(ranks, chosen, values, rounded=True), values)
 
-        return self.meet(Meeting(f"all_reduce {chosen}", value, merge))
+        return self.synchronize(SyncPoint(f"all_reduce {chosen}", value, merge))
 
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Join an array of every replica along an axis, and give every replica the result.
@@ -171,7 +171,7 @@ class ReplicaContext:
             ranks = self.strategy.ranks
             return reductions.shared(reductions.gather(ranks, values, axis), values)
 
-        return self.meet(Meeting(f"all_gather {axis}", value, merge))
+        return self.synchronize(SyncPoint(f"all_gather {axis}", value, merge))
 
     def merge_call(
         self,
@@ -200,9 +200,9 @@ class ReplicaContext:
         payload = (tuple(args), dict(kwargs or {}))
         name = getattr(merge_fn, "__qualname__", type(merge_fn).__qualname__)
         module = getattr(merge_fn, "__module__", "")
-        return self.meet(Meeting(f"merge_call {module}.{name}", payload, merge))
+        return self.synchronize(SyncPoint(f"merge_call {module}.{name}", payload, merge))
 
-    def meet(self, meeting: Meeting) -> Any:
+    def synchronize(self, meeting: SyncPoint) -> Any:
         """Wait for the other replicas; for the parts of this package that make replicas meet."""
         if self._meet is None:  # the default replica, outside of any `run`
             with entered(self.strategy, None):

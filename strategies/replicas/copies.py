@@ -12,12 +12,12 @@ from strategies.core import array_ops
 from strategies.replicas import context
 from strategies.replicas.context import ReplicaStrategy
 
-__all__ = ["Seen", "fetched"]
+__all__ = ["ReplicaView", "to_host"]
 
 Array = npt.NDArray[Any]
 
 
-class Seen:
+class ReplicaView:
     """Arrays of host memory, as replicas see them: of a library, on the replica's device.
 
     Args:
@@ -28,7 +28,7 @@ class Seen:
 
     def __init__(self, like: Any) -> None:
         plain = isinstance(like, (np.ndarray, np.generic)) or not array_ops.is_array(like)
-        self._place = None if plain else array_ops.place(like)
+        self._place = None if plain else array_ops.device_key(like)
         self._differentiated = bool(getattr(like, "requires_grad", False))
         self._known: dict[int, tuple[Array, Any]] = {}  # replica -> what was shown, and how
 
@@ -64,9 +64,9 @@ class Seen:
         return shown.detach().requires_grad_() if self._differentiated else shown
 
 
-def fetched(value: Any) -> Array:
+def to_host(value: Any) -> Array:
     """Return an array of any library, or what NumPy takes, in host memory."""
-    return array_ops.fetched(value) if array_ops.is_array(value) else np.asarray(value)
+    return array_ops.to_host(value) if array_ops.is_array(value) else np.asarray(value)
 
 
 def _replica(strategy: ReplicaStrategy) -> int:

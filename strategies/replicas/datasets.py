@@ -13,7 +13,7 @@ import numpy as np
 import collectives as cc
 from strategies.core import array_ops
 from strategies.core.agreement import compare
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.core.pytree import leaves, map_leaves, zip_leaves
 from strategies.core.validation import choice
 from strategies.errors import NotFoundError
@@ -69,7 +69,7 @@ class ValueContext:
 
 
 def of_global_batches(
-    batches: Iterable[Any], ranks: Ranks, count: int, policy: Policy
+    batches: Iterable[Any], ranks: ProcessGroup, count: int, policy: Policy
 ) -> Iterator[Any]:
     """Give each of `count` replicas its rows; see `Strategy.distribute_dataset`."""
 
@@ -91,7 +91,7 @@ def of_global_batches(
 
 
 def of_same_batches(
-    batches: Iterable[Any], ranks: Ranks, count: int, policy: Policy
+    batches: Iterable[Any], ranks: ProcessGroup, count: int, policy: Policy
 ) -> Iterator[Any]:
     """As `of_global_batches`, for processes that are not in step: nothing is exchanged or compared.
 
@@ -108,7 +108,7 @@ def of_same_batches(
     return iter(batches) if alone else _parts_of_same(batches, ranks, count)
 
 
-def _resolve_policy(batches: Iterable[Any], ranks: Ranks, policy: Policy) -> Policy:
+def _resolve_policy(batches: Iterable[Any], ranks: ProcessGroup, policy: Policy) -> Policy:
     """Check the policy and replace "auto" by the policy that it selects."""
     choice("distribute_dataset", "policy", policy, Policy)
     if policy == "auto":
@@ -117,7 +117,9 @@ def _resolve_policy(batches: Iterable[Any], ranks: Ranks, policy: Policy) -> Pol
     return policy
 
 
-def _batches_of_process(batches: Iterable[Any], ranks: Ranks, policy: Policy) -> Iterable[Any]:
+def _batches_of_process(
+    batches: Iterable[Any], ranks: ProcessGroup, policy: Policy
+) -> Iterable[Any]:
     """Return the batches of this process's files under policy "file", otherwise all batches."""
     if policy != "file":
         return batches
@@ -162,7 +164,7 @@ def _fingerprint(leaf: Any) -> tuple[str, bool]:
         objects = array if is_column(array) else array.reshape(-1).tolist()
         rows = [x if isinstance(x, (str, bytes, int, float)) else type(x) for x in objects]
         return f"{zlib.crc32(repr(rows).encode()):08x}", len(set(rows)) > 1
-    flat = np.concatenate([np.empty(0, np.uint8), *array_ops.bits(array)])
+    flat = np.concatenate([np.empty(0, np.uint8), *array_ops.byte_views(array)])
     size, rest = divmod(flat.size, max(1, len(array)))
     varied = not rest and size > 0 and bool((flat.reshape(-1, size) != flat[:size]).any())
     return f"{zlib.crc32(flat.data):08x}", varied
@@ -194,7 +196,7 @@ def _order_difference(
     return None
 
 
-def _parts_of_same(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[Any]:
+def _parts_of_same(batches: Iterable[Any], ranks: ProcessGroup, count: int) -> Iterator[Any]:
     """Cut each batch for all replicas; the parts go to the processes in turn."""
     replicas = ranks.size * count
     for batch in batches:
@@ -203,7 +205,7 @@ def _parts_of_same(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator
         yield _for_replicas(tuple(parts[ranks.rank :: ranks.size]))
 
 
-def _own_batches(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[Any]:
+def _own_batches(batches: Iterable[Any], ranks: ProcessGroup, count: int) -> Iterator[Any]:
     """Cut this process's batches, so that all processes together take a global batch per step."""
     sizes = None
     for batch in batches:
@@ -213,7 +215,7 @@ def _own_batches(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[A
         yield from split.cut(batch, sizes)
 
 
-def from_function(batches: Iterable[Any], ranks: Ranks, count: int) -> Iterator[Any]:
+def from_function(batches: Iterable[Any], ranks: ProcessGroup, count: int) -> Iterator[Any]:
     """Give each replica of this process the next batch, until no replica anywhere has any.
 
     A step in which none has a row is left out.
@@ -241,7 +243,7 @@ def _steps(batches: Iterable[Any], count: int) -> Iterator[tuple[Any, ...]]:
     """Yield a batch for each replica; those without one get 0 rows."""
     iterator = iter(batches)
     while step := tuple(itertools.islice(iterator, count)):
-        nothing = map_leaves(uneven.like, step[0], is_column)
+        nothing = map_leaves(uneven.empty_like, step[0], is_column)
         yield step + (nothing,) * (count - len(step))
 
 

@@ -44,7 +44,7 @@ class SumMetric:
 
     def update(self, values: Any) -> None:
         """Add all elements of an array, or a number; in a replica."""
-        self._total.assign_add(_added(values))
+        self._total.assign_add(_add(values))
 
     def result(self) -> float:
         """Return the sum over all replicas; *collective*, outside of replicas."""
@@ -95,11 +95,11 @@ class MeanMetric:
             ValueError: `examples` is not a number >= 0.
         """
         if examples is None:
-            self._total.assign_add(_added(values))
+            self._total.assign_add(_add(values))
             self._rows.assign_add(float(np.prod(np.shape(values))))
             return
         rows = number(f"{self.name}: update", "examples", examples)
-        self._total.assign_add(_added(values) * rows if rows else 0.0)
+        self._total.assign_add(_add(values) * rows if rows else 0.0)
         self._rows.assign_add(rows)
 
     def result(self) -> float:
@@ -122,12 +122,12 @@ def _sum(strategy: _Strategy, name: str) -> Variable:
     return strategy.variable(np.zeros(()), name=name, synchronization="on_read", aggregation="sum")
 
 
-def _added(values: Any) -> Any:
+def _add(values: Any) -> Any:
     """Return the sum of an array's elements: a float, or traced where a program is compiled."""
     top = context.current()
     array = values if array_ops.is_array(values) else np.asarray(values)
     if hasattr(array, "detach"):  # a tensor: no gradient goes through here
         array = array.detach()
-    total = array_ops.wide(array).sum()
+    total = array_ops.arithmetic_dtype(array).sum()
     traced = top is not None and top.replica is not None and top.replica.is_traced
     return total if traced else float(total)

@@ -16,7 +16,7 @@ from typing import Any
 
 import numpy as np
 
-__all__ = ["as_here"]
+__all__ = ["capture_modes"]
 
 Mode = Callable[[], AbstractContextManager[Any]]
 
@@ -24,7 +24,7 @@ Mode = Callable[[], AbstractContextManager[Any]]
 _AUTOCAST = ("cpu", "cuda", "xpu", "mps")
 
 
-def as_here() -> Callable[..., Any]:
+def capture_modes() -> Callable[..., Any]:
     """Return what calls a function in another thread as it would be called in this one.
 
     With a copy of the context variables, and in the modes of NumPy (`np.errstate`), of PyTorch

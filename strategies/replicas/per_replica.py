@@ -38,7 +38,7 @@ def regroup(structures: list[Any], operation: str) -> Any:
     """
     if len(structures) == 1:
         return structures[0]
-    return zip_leaves(_grouped, structures, operation)
+    return zip_leaves(_group, structures, operation)
 
 
 def select(structure: Any, local_id: int) -> Any:
@@ -66,7 +66,7 @@ def differs(structure: Any) -> bool:
     return isinstance(structure, (list, tuple)) and any(map(differs, structure))
 
 
-def _grouped(values: tuple[Any, ...]) -> Any:
+def _group(values: tuple[Any, ...]) -> Any:
     first = values[0]
     same = all(value is first for value in values)
     return first if same and not isinstance(first, numbers.Number) else PerReplica(values)

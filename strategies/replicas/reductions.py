@@ -13,7 +13,7 @@ from array_api_compat import array_namespace
 
 import collectives as cc
 from strategies.core import array_ops
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.core.pytree import leaves, map_leaves, zip_leaves
 from strategies.errors import InvalidArgumentError
 from strategies.replicas.per_replica import regroup
@@ -52,7 +52,12 @@ def op_over_ranks(op: ReduceOp) -> Any:
 
 
 def reduce(
-    ranks: Ranks, op: ReduceOp, values: list[Any], axis: Axis = None, *, rounded: bool = False
+    ranks: ProcessGroup,
+    op: ReduceOp,
+    values: list[Any],
+    axis: Axis = None,
+    *,
+    rounded: bool = False,
 ) -> Any:
     """Reduce the structures of this process's replicas, and those of the other ranks.
 
@@ -61,18 +66,20 @@ def reduce(
     """
     columns = _columns(values, "reduce")
     with _at(columns):
-        return _filled(values[0], _reduced(ranks, op, columns, axis, rounded=rounded))
+        return _fill(values[0], _reduce(ranks, op, columns, axis, rounded=rounded))
 
 
-def _reduced(
-    ranks: Ranks, op: ReduceOp, columns: list[list[Any]], axis: Axis, *, rounded: bool
+def _reduce(
+    ranks: ProcessGroup, op: ReduceOp, columns: list[list[Any]], axis: Axis, *, rounded: bool
 ) -> list[Any]:
     if axis is None:
-        partial = [_combined(op, column) for column in columns]
-        return ranks.reduced(partial, op_over_ranks(op), rounded=rounded)
+        partial = [_combine(op, column) for column in columns]
+        return ranks.allreduce(partial, op_over_ranks(op), rounded=rounded)
     pairs = [_along(op, column, axis) for column in columns]
     counts = np.array([count for _, count in pairs], np.int64)
-    *sums, counts = ranks.reduced([*(total for total, _ in pairs), counts], cc.SUM, rounded=rounded)
+    *sums, counts = ranks.allreduce(
+        [*(total for total, _ in pairs), counts], cc.SUM, rounded=rounded
+    )
     if op == "mean":
         sums = [
             _mean(total, int(count), column[0])
@@ -81,14 +88,14 @@ def _reduced(
     return sums
 
 
-def gather(ranks: Ranks, values: list[Any], axis: int) -> Any:
+def gather(ranks: ProcessGroup, values: list[Any], axis: int) -> Any:
     """Join the arrays of all replicas along an axis; see `Strategy.gather`."""
     columns = _columns(values, "gather")
     with _at(columns):
-        joined = [_joined(column, axis) for column in columns]
+        joined = [_join(column, axis) for column in columns]
         if ranks.size > 1:
-            joined = [_swapped(ranks.joined(_swapped(array, axis)), axis) for array in joined]
-    return _filled(values[0], joined)
+            joined = [_swap(ranks.allgather(_swap(array, axis)), axis) for array in joined]
+    return _fill(values[0], joined)
 
 
 def as_array(leaf: Any, operation: str) -> Any:
@@ -126,7 +133,7 @@ def shared(result: Any, values: list[Any]) -> list[Any]:
         leaf, value = pair
         if isinstance(leaf, np.ndarray):
             return leaf
-        there = array_ops.near(value, leaf)
+        there = array_ops.to_device_of(value, leaf)
         return copy.deepcopy(leaf) if there is leaf else there
 
     return [result, *(zip_leaves(own, [result, value], "run") for value in values[1:])]
@@ -146,30 +153,33 @@ def _columns(values: list[Any], operation: str) -> list[list[Any]]:
     for column in columns:
         _check_alike(operation, [array.dtype for array in column], "dtype")
     # Those of a process are combined on the device of its first replica.
-    return [[column[0], *(array_ops.near(column[0], x) for x in column[1:])] for column in columns]
+    return [
+        [column[0], *(array_ops.to_device_of(column[0], x) for x in column[1:])]
+        for column in columns
+    ]
 
 
 def _at(columns: list[list[Any]]) -> AbstractContextManager[Any]:
     """Compute where the arrays of the first replica are."""
-    return array_ops.at(columns[0][0]) if columns else nullcontext()
+    return array_ops.device_context(columns[0][0]) if columns else nullcontext()
 
 
-def _filled(structure: Any, found: list[Any]) -> Any:
+def _fill(structure: Any, found: list[Any]) -> Any:
     rest = iter(found)
     return map_leaves(lambda _: next(rest), structure)
 
 
-def _combined(op: ReduceOp, column: list[Any]) -> Any:
+def _combine(op: ReduceOp, column: list[Any]) -> Any:
     """Combine the arrays of this process's replicas element by element."""
     _check_alike("reduce", [tuple(array.shape) for array in column], "shape")
     work, final = _dtypes(column[0], op)
-    total = _added([array_ops.astype(array, work) for array in column])
+    total = _add([array_ops.astype(array, work) for array in column])
     if op == "mean" and len(column) > 1:
         total = total / len(column)
     return array_ops.astype(total, final)
 
 
-def _added(parts: Sequence[Any]) -> Any:
+def _add(parts: Sequence[Any]) -> Any:
     """Return the sum of arrays of one shape and dtype; the array itself if there is only one."""
     if len(parts) == 1:
         return parts[0]
@@ -190,7 +200,7 @@ def _along(op: ReduceOp, column: list[Any], axis: Axis) -> tuple[Any, int]:
         partial.append(xp.sum(array, axis=axes, dtype=getattr(xp, work)))
     _check_alike("reduce", [tuple(array.shape) for array in partial], "shape without the axes")
     # A mean is rounded once, after the division.
-    return array_ops.astype(_added(partial), work if op == "mean" else final), count
+    return array_ops.astype(_add(partial), work if op == "mean" else final), count
 
 
 def _mean(total: Any, count: int, like: Any) -> Any:
@@ -211,7 +221,7 @@ def _axes(axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
     return tuple(sorted(found))
 
 
-def _joined(column: list[Any], axis: int) -> Any:
+def _join(column: list[Any], axis: int) -> Any:
     """Join the arrays of this process's replicas."""
     first = column[0]
     _check_alike("gather", [array.ndim for array in column], "number of dimensions")
@@ -226,7 +236,7 @@ def _joined(column: list[Any], axis: int) -> Any:
     return first if len(column) == 1 else array_namespace(first).concat(column, axis=at)
 
 
-def _swapped(array: Any, axis: int) -> Any:
+def _swap(array: Any, axis: int) -> Any:
     """Exchange an axis with the first one."""
     if axis in (0, -array.ndim):
         return array

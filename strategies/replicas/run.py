@@ -23,7 +23,7 @@ from typing import Any
 
 from strategies.cluster import local_devices as devices
 from strategies.replicas import context, modes, per_replica, workers
-from strategies.replicas.context import Meeting, ReplicaContext, ReplicaStrategy
+from strategies.replicas.context import ReplicaContext, ReplicaStrategy, SyncPoint
 
 __all__ = ["run", "selected"]
 
@@ -45,14 +45,14 @@ def run(
     kwargs: Mapping[str, Any],
 ) -> Any:
     """Call a function on every replica of this process; returns what they returned, regrouped."""
-    strategy.ranks.begin()
+    strategy.ranks.start()
 
     def body(i: int) -> Any:
         return fn(*per_replica.select(args, i), **per_replica.select(kwargs, i))
 
     error = None
     result = None
-    replicas = _one if len(strategy.devices) == 1 else _several
+    replicas = _run_single if len(strategy.devices) == 1 else _run_threads
     try:
         if not isinstance(args, (list, tuple)):
             raise ValueError(
@@ -67,14 +67,14 @@ def run(
     return result
 
 
-def _one(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]:
+def _run_single(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]:
     """Let the only replica compute in this thread."""
     stops: list[_Stop] = []
 
-    def meet(meeting: Meeting) -> Any:
+    def meet(meeting: SyncPoint) -> Any:
         if not stops:
             try:
-                return _hold(strategy, [meeting])[0]
+                return _serve_sync_points(strategy, [meeting])[0]
             except _Stop as stop:
                 stops.append(stop)
         raise stops[0]
@@ -91,21 +91,21 @@ def selected(strategy: ReplicaStrategy, i: int) -> AbstractContextManager[None]:
     return devices.selected(strategy.devices[i]) if strategy.is_placed else nullcontext()
 
 
-def _several(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]:
+def _run_threads(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]:
     """Let each replica compute in a thread, the first one in this."""
 
-    def hold(meetings: list[Meeting]) -> list[Any]:
-        answers = _hold(strategy, meetings)
+    def hold(meetings: list[SyncPoint]) -> list[Any]:
+        answers = _serve_sync_points(strategy, meetings)
         devices.finish(strategy.devices)
         return answers
 
-    threads = _Threads(len(strategy.devices), hold)
-    cores = workers.Cores()
+    threads = _ReplicaThreads(len(strategy.devices), hold)
+    cores = workers.CoreAffinity()
 
     def entered(i: int) -> Any:
         own = strategy.devices[i : i + 1]
 
-        def meet(meeting: Meeting) -> Any:
+        def meet(meeting: SyncPoint) -> Any:
             devices.finish(own)
             return threads.meet(i, meeting)
 
@@ -125,7 +125,7 @@ def _several(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[Any]
     return threads.results
 
 
-def _hold(strategy: ReplicaStrategy, meetings: list[Meeting]) -> list[Any]:
+def _serve_sync_points(strategy: ReplicaStrategy, meetings: list[SyncPoint]) -> list[Any]:
     """Let the replicas of this process meet those of the other ranks."""
     first = meetings[0]
     try:
@@ -136,7 +136,7 @@ def _hold(strategy: ReplicaStrategy, meetings: list[Meeting]) -> list[Any]:
         raise _Stop(error) from error
 
 
-class _Threads:
+class _ReplicaThreads:
     """The replicas of one run: the first in the thread that calls `run`, the others beside it.
 
     Args:
@@ -144,14 +144,14 @@ class _Threads:
         hold: holds the meeting to which all have come; returns an answer for each.
     """
 
-    def __init__(self, count: int, hold: Callable[[list[Meeting]], list[Any]]) -> None:
+    def __init__(self, count: int, hold: Callable[[list[SyncPoint]], list[Any]]) -> None:
         self.results: list[Any] = [None] * count
         self._hold = hold
         self._started = 1
         self._lock = threading.Condition()
         self._ended = [False] * count
         self._errors: list[BaseException | None] = [None] * count
-        self._meetings: list[Meeting | None] = [None] * count
+        self._meetings: list[SyncPoint | None] = [None] * count
         self._answers: list[Any] = [None] * count
         self._stopped: _Stop | None = None
 
@@ -164,7 +164,7 @@ class _Threads:
             _Stop: a meeting has failed.
         """
         for i in range(1, len(self.results)):
-            workers.start(partial(modes.as_here(), self._work, i, body))
+            workers.start(partial(modes.capture_modes(), self._work, i, body))
             self._started += 1
         contextvars.copy_context().run(self._work, 0, body)
         error = self._errors[0]
@@ -186,7 +186,7 @@ class _Threads:
             if self._all_came() or self._all_ended():
                 self._lock.notify_all()
 
-    def meet(self, i: int, meeting: Meeting) -> Any:
+    def meet(self, i: int, meeting: SyncPoint) -> Any:
         """In the thread of replica `i`: wait for the others, and return what came of it."""
         with self._lock:
             if not self._stopped:
@@ -217,7 +217,7 @@ class _Threads:
             self._lock.notify_all()
         return answers[0]
 
-    def _come_together(self) -> list[Meeting]:
+    def _come_together(self) -> list[SyncPoint]:
         """Wait for all replicas; returns the meeting that they have come to, or [] at their end.
 
         Raises:

@@ -12,7 +12,7 @@ import numpy.typing as npt
 from strategies.core import array_ops
 from strategies.core.validation import choice
 from strategies.replicas import component, context, reductions
-from strategies.replicas.context import Meeting, ReplicaStrategy
+from strategies.replicas.context import ReplicaStrategy, SyncPoint
 from strategies.variables.partition import check_shape
 
 __all__ = ["Aggregation", "Synchronization", "Variable"]
@@ -84,8 +84,8 @@ class Variable:
 
     def _add_replica(self, array: Any) -> None:
         """Find the array of the next replica: one of its own, or one that is on its device."""
-        place = array_ops.place(array)
-        found = [i for i, c in enumerate(self._components) if array_ops.place(c) == place]
+        place = array_ops.device_key(array)
+        found = [i for i, c in enumerate(self._components) if array_ops.device_key(c) == place]
         if self.synchronization == "on_read" or not found:
             self._place.append(len(self._components))
             self._components.append(array_ops.copy(array) if found else array)
@@ -97,7 +97,7 @@ class Variable:
         return f"Variable(name={self.name!r}, shape={self.shape}, dtype={dtype})"
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
-        value = array_ops.fetched(self.value)
+        value = array_ops.to_host(self.value)
         if copy is None:  # which NumPy 1 does not know
             return np.asarray(value, dtype=dtype)
         return np.array(value, dtype=dtype, copy=copy)
@@ -174,7 +174,7 @@ class Variable:
     def assign_sub(self, delta: Any) -> None:
         """Subtract `delta`; otherwise as `assign_add`."""
         array = self._check(delta, "assign_sub")
-        with array_ops.at(array):
+        with array_ops.device_context(array):
             self._add("assign_sub", -array)
 
     def settle(self, value: Any) -> None:
@@ -204,7 +204,7 @@ class Variable:
     def _change(self, i: int, change: Change, new: Any) -> None:
         """Change one of the arrays."""
         old = self._components[i]
-        made = change(component.detached(old), component.detached(array_ops.near(old, new)))
+        made = change(component.detached(old), component.detached(array_ops.to_device_of(old, new)))
         if array_api_compat.is_jax_array(old):
             self._components[i] = made
 
@@ -237,7 +237,7 @@ class Variable:
         mine = self._components[0 if replica is None else self._place[replica.local_id]]
         array = component.detached(value) if component.is_foreign(value) else np.asarray(value)
         if component.is_foreign(array) and not component.is_foreign(mine):
-            array = array_ops.fetched(array)
+            array = array_ops.to_host(array)
         check_shape(operation, array, self.shape, self.name)
         wanted = array_ops.dtype_name(mine)
         if not np.can_cast(component.numpy_dtype(array), component.numpy_dtype(mine), "same_kind"):
@@ -248,7 +248,7 @@ class Variable:
         array = array_ops.astype(array, wanted)
         if replica is not None and replica.is_traced:  # which is on no device yet
             return array
-        return array_ops.near(mine, array)
+        return array_ops.to_device_of(mine, array)
 
     def _write(self, operation: str, new: Any, change: Change) -> None:
         replica = self._replica()
@@ -271,7 +271,7 @@ class Variable:
                 self.combine(change, values)
                 return [None] * len(values)
 
-            replica.meet(Meeting(f"{operation} {self.name}", new, merge))
+            replica.synchronize(SyncPoint(f"{operation} {self.name}", new, merge))
 
     def combine(self, change: Change, values: list[Any]) -> None:
         """Change the variable by what the replicas' values combine to, between replicas.
@@ -312,7 +312,7 @@ class Variable:
         assert self.strategy is not None
         ranks = self.strategy.ranks
         if self.aggregation == "only_first_replica":
-            return ranks.of_chief(values[0])
+            return ranks.broadcast_from_chief(values[0])
         op = reductions.parse_op(self.aggregation, "variable")
         return reductions.reduce(ranks, op, values)
 
@@ -320,7 +320,7 @@ class Variable:
         """Give every replica a share, so that the sum over all is `total`."""
         assert self.strategy is not None
         count = self.strategy.num_replicas_in_sync
-        with array_ops.at(total):
+        with array_ops.device_context(total):
             share = total // count if component.is_whole(total) else total / count
             rest = total - share * count if component.is_whole(total) else None
         self.fill(share)

@@ -15,7 +15,7 @@ import threading
 from collections.abc import Callable
 from typing import Any
 
-__all__ = ["Cores", "start"]
+__all__ = ["CoreAffinity", "start"]
 
 Act = Callable[[], None]
 
@@ -54,7 +54,7 @@ def _work(tasks: queue.SimpleQueue[Act]) -> None:
             _idle.append(tasks)
 
 
-class Cores:
+class CoreAffinity:
     """On which cores the replicas of one run compute: each on its own, where there are enough.
 
     A system wakes threads where the one that wakes them runs, and moves them apart only after some

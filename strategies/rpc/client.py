@@ -14,7 +14,7 @@ from strategies.rpc.message import Kind, Message
 from strategies.rpc.registry import Address
 from strategies.rpc.wire import Frame
 
-__all__ = ["DECISION", "Answer", "Requests"]
+__all__ = ["DECISION", "Reply", "PendingRequests"]
 
 # Seconds that another task has to say whether what was withdrawn has succeeded after all.
 DECISION = 2.0
@@ -28,7 +28,7 @@ _PINGS = 4
 _STOPPED = 1.0
 
 
-class Answer(NamedTuple):
+class Reply(NamedTuple):
     """What came back for a request; `error` is None if it succeeded."""
 
     metadata: Mapping[str, Any]
@@ -40,7 +40,7 @@ class _Pending(NamedTuple):
     address: Address
     operation: str
     began: float
-    on_answer: Callable[[Answer], None]
+    on_answer: Callable[[Reply], None]
 
     @property
     def task(self) -> int:
@@ -51,7 +51,7 @@ class _Pending(NamedTuple):
         return UnavailableError(f"{self.operation}: {why} (object: {self.address})")
 
 
-class Requests:
+class PendingRequests:
     """Requests under way; usable from any thread.
 
     Args:
@@ -79,7 +79,7 @@ class Requests:
         operation: str,
         arguments: Mapping[str, Any],
         values: Sequence[Any],
-        on_answer: Callable[[Answer], None],
+        on_answer: Callable[[Reply], None],
     ) -> int:
         """Send a request and return its number; see `Service.start`."""
         number = next(self._numbers)
@@ -135,13 +135,13 @@ class Requests:
             self._send(source, protocol.encode(Kind.RECEIVED, message.number))
         failed = message.kind is Kind.ERROR
         error = protocol.error_from(message.metadata) if failed else None
-        pending.on_answer(Answer(message.metadata, message.values, error))
+        pending.on_answer(Reply(message.metadata, message.values, error))
 
-    def heard(self, task: int) -> None:
+    def acknowledged(self, task: int) -> None:
         """Note a sign of life."""
         self._heard[task] = time.monotonic()
 
-    def gone(self, task: int, error: UnavailableError) -> None:
+    def peer_lost(self, task: int, error: UnavailableError) -> None:
         """Fail what a task owes, now and from now on; what was asked before hears of it first."""
         self._fail(task, str(error))
         with self._lock:
@@ -191,4 +191,4 @@ class Requests:
                 self._send(pending.task, protocol.encode(Kind.DISOWN, number))
         finally:  # also where nothing can be sent any more
             for pending in ended.values():
-                pending.on_answer(Answer({}, (), error_of(pending)))
+                pending.on_answer(Reply({}, (), error_of(pending)))

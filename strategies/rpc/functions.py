@@ -14,10 +14,10 @@ from typing import Any
 from strategies.cluster.local_devices import selected
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnknownError
 from strategies.rpc import pool, wire
-from strategies.rpc.client import Answer
+from strategies.rpc.client import Reply
 from strategies.rpc.function_names import function_named, name_of
-from strategies.rpc.registry import Address, offer
-from strategies.rpc.server_requests import Work
+from strategies.rpc.registry import Address, register_handler
+from strategies.rpc.server_requests import ServerRequest
 from strategies.rpc.service import Service
 
 __all__ = ["RemoteTraceback", "Task", "TaskFuture"]
@@ -186,7 +186,7 @@ class Task:
     ) -> Callable[[], object]:
         """Send the call, and return what takes it back."""
 
-        def take(answer: Answer) -> None:
+        def take(answer: Reply) -> None:
             future.finish(lambda: _result(answer))
 
         address = Address(self.number, "", name)
@@ -246,7 +246,7 @@ def _raise(error: BaseException) -> None:
     raise error
 
 
-def _result(answer: Answer) -> Any:
+def _result(answer: Reply) -> Any:
     if answer.error is not None:
         raise answer.error
     (result,) = answer.values
@@ -280,7 +280,7 @@ def _call_on_device(
         return function(*arguments, **named)
 
 
-def _call(work: Work) -> None:
+def _call(work: ServerRequest) -> None:
     def job() -> None:
         try:
             arguments, named = work.values
@@ -312,4 +312,4 @@ def _words(error: BaseException) -> dict[str, str]:
     return {"kind": f"{kind.__module__}:{kind.__qualname__}", "trace": trace[-_MOST_TRACE:]}
 
 
-offer("call", _call)
+register_handler("call", _call)

@@ -18,12 +18,12 @@ from typing import Any
 import collectives as cc
 from strategies.errors import DeadlineExceededError, InternalError, UnavailableError
 from strategies.rpc import message as protocol
-from strategies.rpc.client import Requests
+from strategies.rpc.client import PendingRequests
 from strategies.rpc.message import Kind, Message
-from strategies.rpc.server_requests import Incoming, Work
+from strategies.rpc.server_requests import OpenRequests, ServerRequest
 from strategies.rpc.wire import Frame
 
-__all__ = ["Exchange"]
+__all__ = ["MessageLoop"]
 
 _log = logging.getLogger(__name__)
 
@@ -32,7 +32,7 @@ _LAST_WORDS = 1.0  # seconds in which the farewell of a task that gives up must 
 _REMIND_AFTER = 60.0  # seconds after which a wait for others to leave is reported
 
 
-class Exchange:
+class MessageLoop:
     """Messages with the other tasks, from construction to `close` or `abandon`.
 
     Args:
@@ -51,14 +51,14 @@ class Exchange:
         self,
         comm: cc.Communicator,
         timeout: float,
-        perform: Callable[[Work, Mapping[str, Any]], None],
+        perform: Callable[[ServerRequest, Mapping[str, Any]], None],
     ) -> None:
         self.task = comm.rank
         self.size = comm.size
         self._process = os.getpid()
         self._channel = comm.open_channel()
-        self.requests = Requests(self._send, comm.size, timeout)
-        self._incoming = Incoming(self._send)
+        self.requests = PendingRequests(self._send, comm.size, timeout)
+        self._incoming = OpenRequests(self._send)
         self._perform = perform
         self._left: set[int] = set()  # tasks that will ask for nothing more
         self._lost: set[int] = set()  # tasks that are dead or have given up
@@ -159,7 +159,7 @@ class Exchange:
         """Take messages until all tasks have left."""
         try:
             look_at = 0.0
-            while not self._finished():
+            while not self._on_finished():
                 arrived = self._channel.poll()
                 if arrived is not None:
                     self._handle(arrived.source, protocol.decode(arrived.frames))
@@ -177,7 +177,7 @@ class Exchange:
             self._orderly = False
             self._leave(f"the service's thread has failed: {error}", "its service has failed")
 
-    def _finished(self) -> bool:
+    def _on_finished(self) -> bool:
         over = self.requests.closed and not self._inside()
         # What is under way to a task that is lost may never arrive.
         if self._hurry or (over and self._lost):
@@ -195,7 +195,7 @@ class Exchange:
         self._orderly = False
         lost = self._incoming.give_up(task)
         _log.warning("service: %s; %d answers under way to it were taken back", why, lost)
-        self.requests.gone(task, UnavailableError(why))
+        self.requests.peer_lost(task, UnavailableError(why))
 
     def _depart(self, task: int, why: str | None) -> None:
         with self._departure:
@@ -205,14 +205,14 @@ class Exchange:
     def _handle(self, source: int, message: Message) -> None:
         if source in self._lost:
             return  # a last request of the dead must not take anything: nobody would give it back
-        self.requests.heard(source)
+        self.requests.acknowledged(source)
         number = message.number
         if message.kind is Kind.REQUEST:
             self._perform(self._incoming.accept(source, message), message.metadata)
         elif message.kind in (Kind.RESULT, Kind.ERROR):
             self.requests.answered(source, message)
         elif message.kind is Kind.RECEIVED:
-            self._incoming.confirmed(source, number)
+            self._incoming.acknowledged(source, number)
         elif message.kind is Kind.WITHDRAW:
             self._incoming.withdraw(source, number, protocol.error_from(message.metadata))
         elif message.kind is Kind.DISOWN:

@@ -11,13 +11,13 @@ from typing import Any, NamedTuple
 
 from strategies.errors import DeadlineExceededError, OpError, UnavailableError
 from strategies.rpc import client
-from strategies.rpc.client import Answer, Requests
+from strategies.rpc.client import PendingRequests, Reply
 from strategies.rpc.registry import Address
 
-__all__ = ["Asked", "Question"]
+__all__ = ["MultiRequest", "RequestTo"]
 
 
-class Question(NamedTuple):
+class RequestTo(NamedTuple):
     """A request to another task; see `Service.start`."""
 
     address: Address
@@ -26,18 +26,18 @@ class Question(NamedTuple):
     values: Sequence[Any] = ()
 
 
-class Asked:
+class MultiRequest:
     """Questions under way, from construction; that a task is gone is an answer.
 
     Raises:
         CancelledError: the service is closed.
     """
 
-    def __init__(self, requests: Requests, questions: Sequence[Question]) -> None:
+    def __init__(self, requests: PendingRequests, questions: Sequence[RequestTo]) -> None:
         self._requests = requests
         self._questions = questions
         self._numbers: dict[int, int] = {}
-        self._answers: list[Answer | None] = [None] * len(questions)
+        self._answers: list[Reply | None] = [None] * len(questions)
         self._missing = len(questions)
         self._lock = threading.Lock()
         self._asleep = threading.Lock()  # free when there is nothing to wait for
@@ -49,18 +49,18 @@ class Asked:
                 try:
                     self._numbers[index] = requests.start(*question, take)
                 except UnavailableError as error:
-                    take(Answer({}, (), error))
+                    take(Reply({}, (), error))
         except BaseException:
-            self.disown()
+            self.abandon()
             raise
 
-    def disown(self) -> None:
+    def abandon(self) -> None:
         """Say that nobody wants the answers any more."""
         for index in self._open():
             with contextlib.suppress(OpError):
                 self._requests.disown(self._numbers[index])
 
-    def answers(self, timeout: float | None = None, *, began: float | None = None) -> list[Answer]:
+    def answers(self, timeout: float | None = None, *, began: float | None = None) -> list[Reply]:
         """Wait for all answers; those that do not come in time are withdrawn.
 
         Args:
@@ -82,10 +82,10 @@ class Asked:
                         silent = self._error(
                             index, "its task does not say whether it succeeded after all"
                         )
-                        self._take(index, Answer({}, (), UnavailableError(silent)))
+                        self._take(index, Reply({}, (), UnavailableError(silent)))
                 self._wait(None)
         except BaseException:
-            self.disown()
+            self.abandon()
             raise
         return [answer for answer in self._answers if answer is not None]
 
@@ -93,7 +93,7 @@ class Asked:
         """Return those that were sent and not answered."""
         return [index for index in self._numbers if self._answers[index] is None]
 
-    def _take(self, index: int, answer: Answer) -> None:
+    def _take(self, index: int, answer: Reply) -> None:
         self._answers[index] = answer
         with self._lock:
             self._missing -= 1

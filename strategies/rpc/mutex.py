@@ -22,10 +22,16 @@ from strategies.errors import (
     FailedPreconditionError,
     OpError,
 )
-from strategies.rpc.client import Answer
-from strategies.rpc.operation import Attempt, RemoteAttempts, Waiting, perform, serve
-from strategies.rpc.registry import ResourceKind, register
-from strategies.rpc.server_requests import Work
+from strategies.rpc.client import Reply
+from strategies.rpc.operation import (
+    OperationOwner,
+    PendingOperation,
+    RemoteAttempts,
+    perform,
+    serve,
+)
+from strategies.rpc.registry import ResourceType, register_type
+from strategies.rpc.server_requests import ServerRequest
 from strategies.rpc.service import Service
 
 __all__ = ["MutexLock"]
@@ -71,7 +77,9 @@ class MutexLock:
     ) -> None:
         address, line = service.open(_KIND, {}, name=shared_name, task=task, container=container)
         self.name = shared_name
-        self._where: Waiting = line if line is not None else _RemoteLine(service, address)
+        self._where: OperationOwner = (
+            line if line is not None else _RemoteWaitQueue(service, address)
+        )
         self._task = service.task
         self._own = threading.local()  # `stand`: how this thread has it
 
@@ -90,10 +98,10 @@ class MutexLock:
         if self.is_held:
             raise FailedPreconditionError(f"acquire: this thread has it (lock: {self.name})")
         who = f"{self._task} {next(_numbers)}"
-        stand = _Stand(who)
+        stand = _Enqueue(who)
         self._where.submit(stand)
         try:
-            perform(self._where, _Front(who), "acquire", timeout, f" (lock: {self.name})")
+            perform(self._where, _AtHead(who), "acquire", timeout, f" (lock: {self.name})")
         except BaseException:
             self._where.abandon(stand)
             raise
@@ -133,45 +141,45 @@ class MutexLock:
 _numbers = itertools.count()
 
 
-class _Stand(Attempt):
+class _Enqueue(PendingOperation):
     """Stand in the line, until somebody ends this."""
 
     def __init__(self, who: str) -> None:
         self.who = who
 
 
-class _Front(Attempt):
+class _AtHead(PendingOperation):
     """Wait until one who stands in the line is at its front."""
 
     def __init__(self, who: str) -> None:
         self.who = who
 
 
-class _Line(Waiting):
+class _WaitQueue(OperationOwner):
     """Those who have or want a lock, on its task; the first one has it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._standing: dict[str, Attempt] = {}  # in order
-        self._waiting: dict[str, Attempt] = {}
+        self._standing: dict[str, PendingOperation] = {}  # in order
+        self._waiting: dict[str, PendingOperation] = {}
 
-    def submit(self, attempt: Attempt) -> None:
-        assert isinstance(attempt, (_Stand, _Front))
+    def submit(self, attempt: PendingOperation) -> None:
+        assert isinstance(attempt, (_Enqueue, _AtHead))
         with self._lock:
-            if isinstance(attempt, _Stand):
+            if isinstance(attempt, _Enqueue):
                 self._standing[attempt.who] = attempt
             elif attempt.who in self._standing:
                 self._waiting[attempt.who] = attempt
             else:
-                attempt.settle(CancelledError(f"acquire: out of the line (lock: {self._name})"))
+                attempt.complete(CancelledError(f"acquire: out of the line (lock: {self._name})"))
         if attempt.done:
-            attempt.tell()
+            attempt.notify()
         self._advance()
 
-    def withdraw(self, attempt: Attempt, error: OpError) -> None:
-        assert isinstance(attempt, (_Stand, _Front))
-        line = self._standing if isinstance(attempt, _Stand) else self._waiting
+    def withdraw(self, attempt: PendingOperation, error: OpError) -> None:
+        assert isinstance(attempt, (_Enqueue, _AtHead))
+        line = self._standing if isinstance(attempt, _Enqueue) else self._waiting
         with self._lock:
             if line.get(attempt.who) is not attempt:
                 return
@@ -179,11 +187,11 @@ class _Line(Waiting):
             holder = next(iter(self._standing), "").partition(" ")[0]
             if isinstance(error, DeadlineExceededError) and holder:
                 error = DeadlineExceededError(f"{error.message}; task {holder} has it")
-            attempt.settle(error)
-        attempt.tell()
+            attempt.complete(error)
+        attempt.notify()
         self._advance()
 
-    def abandon(self, attempt: Attempt) -> None:
+    def abandon(self, attempt: PendingOperation) -> None:
         self.withdraw(attempt, CancelledError(f"{self._name}: the lock was released"))
 
     def cancel_pending(self) -> None:
@@ -193,49 +201,49 @@ class _Line(Waiting):
             self._waiting.clear()
             self._standing.clear()
             for attempt in ended:
-                attempt.settle(CancelledError(f"{self._name}: the lock is there no more"))
+                attempt.complete(CancelledError(f"{self._name}: the lock is there no more"))
         for attempt in ended:
-            attempt.tell()
+            attempt.notify()
 
     def _advance(self) -> None:
         with self._lock:
             first = next(iter(self._standing), "")
             front = self._waiting.pop(first, None)
             if front is not None:
-                front.settle()
+                front.complete()
         if front is not None:
-            front.tell()
+            front.notify()
 
 
-class _RemoteLine(RemoteAttempts):
+class _RemoteWaitQueue(RemoteAttempts):
     """The same on another task."""
 
-    def request_of(self, attempt: Attempt) -> tuple[str, dict[str, Any], list[Any]]:
-        assert isinstance(attempt, (_Stand, _Front))
-        return "hold" if isinstance(attempt, _Stand) else "acquire", {"who": attempt.who}, []
+    def request_of(self, attempt: PendingOperation) -> tuple[str, dict[str, Any], list[Any]]:
+        assert isinstance(attempt, (_Enqueue, _AtHead))
+        return "hold" if isinstance(attempt, _Enqueue) else "acquire", {"who": attempt.who}, []
 
-    def answered(self, attempt: Attempt, answer: Answer) -> None:
+    def answered(self, attempt: PendingOperation, answer: Reply) -> None:
         pass
 
 
-def _stand(line: _Line, work: Work) -> None:
-    serve(line, _Stand(work.arguments["who"]), work, lambda done: work.reply())
+def _stand(line: _WaitQueue, work: ServerRequest) -> None:
+    serve(line, _Enqueue(work.arguments["who"]), work, lambda done: work.reply())
 
 
-def _front(line: _Line, work: Work) -> None:
-    serve(line, _Front(work.arguments["who"]), work, lambda done: work.reply())
+def _front(line: _WaitQueue, work: ServerRequest) -> None:
+    serve(line, _AtHead(work.arguments["who"]), work, lambda done: work.reply())
 
 
-def _make(description: Mapping[str, Any], name: str) -> _Line:
-    return _Line(name)
+def _make(description: Mapping[str, Any], name: str) -> _WaitQueue:
+    return _WaitQueue(name)
 
 
-_KIND = register(
-    ResourceKind(
+_KIND = register_type(
+    ResourceType(
         "MutexLock",
         _make,
         lambda line, description: None,
         {"hold": _stand, "acquire": _front},
-        _Line.cancel_pending,
+        _WaitQueue.cancel_pending,
     )
 )

@@ -23,18 +23,18 @@ from typing import Any, NamedTuple, Protocol, TypeVar
 
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnavailableError
 from strategies.rpc import client
-from strategies.rpc.client import Answer
+from strategies.rpc.client import Reply
 from strategies.rpc.registry import Address
-from strategies.rpc.server_requests import Work
+from strategies.rpc.server_requests import ServerRequest
 from strategies.rpc.service import Service
-from strategies.rpc.wait_limits import chosen, wait_limit
+from strategies.rpc.wait_limits import current_settings, wait_limit
 
-__all__ = ["Attempt", "RemoteAttempts", "Waiting", "finish", "perform", "serve"]
+__all__ = ["PendingOperation", "RemoteAttempts", "OperationOwner", "finish", "perform", "serve"]
 
 _log = logging.getLogger(__name__)
 
 
-class Attempt:
+class PendingOperation:
     """One operation, waiting or finished.
 
     Attributes:
@@ -58,12 +58,12 @@ class Attempt:
             self.on_done = on_done
         return not self.done
 
-    def settle(self, error: OpError | None = None) -> None:
+    def complete(self, error: OpError | None = None) -> None:
         """Note the end; the lock of the engine is held."""
         self.error = error
         self.done = True  # last: who sees it without the lock may use the others
 
-    def tell(self) -> None:
+    def notify(self) -> None:
         """Wake whoever waits; no lock is held, as a callback may come back."""
         if self.on_done is not None:
             try:
@@ -73,10 +73,10 @@ class Attempt:
                 _log.exception("the callback of a finished attempt failed")
 
 
-A = TypeVar("A", bound=Attempt)
+A = TypeVar("A", bound=PendingOperation)
 
 
-class Waiting(Protocol):
+class OperationOwner(Protocol):
     """Where attempts are made: a thing on this task, or its counterpart for another task.
 
     Attributes:
@@ -85,18 +85,18 @@ class Waiting(Protocol):
 
     _lock: threading.Lock
 
-    def submit(self, attempt: Attempt) -> None:
+    def submit(self, attempt: PendingOperation) -> None:
         """Let an attempt run, now or when its turn comes; `on_done` follows."""
 
-    def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
+    def when_done(self, attempt: PendingOperation, on_done: Callable[[], None]) -> bool:
         """Set the callback of an attempt that waits; return False, unset, if it has finished."""
         with self._lock:
             return attempt.call_when_done(on_done)
 
-    def withdraw(self, attempt: Attempt, error: OpError) -> None:
+    def withdraw(self, attempt: PendingOperation, error: OpError) -> None:
         """End an attempt that waits, with `error`; nothing if it has finished."""
 
-    def abandon(self, attempt: Attempt) -> None:
+    def abandon(self, attempt: PendingOperation) -> None:
         """End an attempt for which nobody waits any more; what it has taken goes back."""
 
 
@@ -104,8 +104,8 @@ StallReason = Callable[[str], str | None]
 
 
 def perform(
-    where: Waiting,
-    attempt: Attempt,
+    where: OperationOwner,
+    attempt: PendingOperation,
     operation: str,
     timeout: float | None,
     context: str = "",
@@ -137,8 +137,8 @@ def perform(
 
 
 def finish(
-    where: Waiting,
-    attempt: Attempt,
+    where: OperationOwner,
+    attempt: PendingOperation,
     operation: str,
     timeout: float | None = None,
     context: str = "",
@@ -173,7 +173,7 @@ def _await_release(
 ) -> bool:
     """Wait at most `limit` seconds for the release of a lock; return whether it was released."""
     if stall_reason is not None:
-        pause = chosen().stall_warning
+        pause = current_settings().stall_warning
         waited = 0.0
         while waited + pause < limit:
             if asleep.acquire(timeout=min(pause, threading.TIMEOUT_MAX)):
@@ -194,7 +194,7 @@ class _Sent(NamedTuple):
     carries: bool
 
 
-class RemoteAttempts(Waiting):
+class RemoteAttempts(OperationOwner):
     """Makes attempts on a thing of another task.
 
     Args:
@@ -206,25 +206,25 @@ class RemoteAttempts(Waiting):
         self.service = service
         self.address = address
         self._lock = threading.Lock()
-        self._sent: dict[Attempt, _Sent] = {}  # those that wait
-        self._unwanted: set[Attempt] = set()  # what they bring has to go back
+        self._sent: dict[PendingOperation, _Sent] = {}  # those that wait
+        self._unwanted: set[PendingOperation] = set()  # what they bring has to go back
 
     @abc.abstractmethod
-    def request_of(self, attempt: Attempt) -> tuple[str, dict[str, Any], list[Any]]:
+    def request_of(self, attempt: PendingOperation) -> tuple[str, dict[str, Any], list[Any]]:
         """Return operation, arguments and values of an attempt's message."""
 
     @abc.abstractmethod
-    def answered(self, attempt: Attempt, answer: Answer) -> None:
+    def answered(self, attempt: PendingOperation, answer: Reply) -> None:
         """Note in an attempt what came of it, if it has succeeded.
 
         Raises:
             OpError: the answer cannot be read.
         """
 
-    def give_back(self, attempt: Attempt) -> None:  # noqa: B027 (most bring nothing)
+    def give_back(self, attempt: PendingOperation) -> None:  # noqa: B027 (most bring nothing)
         """Return what an attempt has brought and nobody will take, if that is possible."""
 
-    def submit(self, attempt: Attempt) -> None:
+    def submit(self, attempt: PendingOperation) -> None:
         """Send an attempt on its way."""
         operation, arguments, values = self.request_of(attempt)
         try:
@@ -236,14 +236,14 @@ class RemoteAttempts(Waiting):
         except OpError as error:
             self._finish(attempt, error)
 
-    def withdraw(self, attempt: Attempt, error: OpError) -> None:
+    def withdraw(self, attempt: PendingOperation, error: OpError) -> None:
         """Ask that an attempt ends; its end still comes."""
         with self._lock:
             sent = self._sent.get(attempt)
         if sent is not None:
             self.service.withdraw(sent.number, error)
 
-    def abandon(self, attempt: Attempt) -> None:
+    def abandon(self, attempt: PendingOperation) -> None:
         """End an attempt for which nobody waits any more, also if it has finished by now."""
         interrupted = CancelledError(f"{self.address.name}: the caller was interrupted")
         with self._lock:
@@ -268,7 +268,7 @@ class RemoteAttempts(Waiting):
             error = CancelledError(f"{self.address.name}: the operation was cancelled")
             self.withdraw(attempt, error)
 
-    def _end(self, attempt: Attempt, number: int, error: OpError) -> None:
+    def _end(self, attempt: PendingOperation, number: int, error: OpError) -> None:
         """Let an attempt end with an error, and wait for that, but not for long."""
         ended, told = threading.Event(), attempt.on_done
 
@@ -281,7 +281,7 @@ class RemoteAttempts(Waiting):
             self.service.withdraw(number, error)
             ended.wait(client.DECISION)
 
-    def _take(self, attempt: Attempt, answer: Answer) -> None:
+    def _take(self, attempt: PendingOperation, answer: Reply) -> None:
         error = answer.error
         try:
             if error is None:
@@ -292,20 +292,22 @@ class RemoteAttempts(Waiting):
             error = damaged
         self._finish(attempt, error)
 
-    def _finish(self, attempt: Attempt, error: OpError | None) -> None:
+    def _finish(self, attempt: PendingOperation, error: OpError | None) -> None:
         with self._lock:
             self._sent.pop(attempt, None)
             unwanted = attempt in self._unwanted
             self._unwanted.discard(attempt)
             if attempt.done:
                 return
-            attempt.settle(error)
+            attempt.complete(error)
         if unwanted:
             self.give_back(attempt)
-        attempt.tell()
+        attempt.notify()
 
 
-def serve(where: Waiting, attempt: A, work: Work, reply: Callable[[A], None]) -> None:
+def serve(
+    where: OperationOwner, attempt: A, work: ServerRequest, reply: Callable[[A], None]
+) -> None:
     """Make an attempt for another task, and answer when it has finished.
 
     Args:

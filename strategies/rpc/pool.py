@@ -10,7 +10,7 @@ import threading
 from collections import deque
 from collections.abc import Callable
 
-from strategies.rpc.wait_limits import chosen
+from strategies.rpc.wait_limits import current_settings
 
 __all__ = ["CALLS", "UPDATES", "Pool"]
 
@@ -72,5 +72,5 @@ class Pool:
             return None
 
 
-UPDATES = Pool("updates", lambda: chosen().update_threads)
-CALLS = Pool("calls", lambda: chosen().call_threads)
+UPDATES = Pool("updates", lambda: current_settings().update_threads)
+CALLS = Pool("calls", lambda: current_settings().call_threads)

@@ -20,30 +20,30 @@ from strategies.errors import (
     NotFoundError,
     UnimplementedError,
 )
-from strategies.rpc.server_requests import Work
+from strategies.rpc.server_requests import ServerRequest
 
 __all__ = [
-    "Containers",
+    "ResourceRegistry",
     "GroupHandler",
     "Handler",
     "Address",
-    "ResourceKind",
+    "ResourceType",
     "container",
     "current_container",
-    "offer",
-    "register",
+    "register_handler",
+    "register_type",
 ]
 
 
-Handler = Callable[[Any, Work], None]
+Handler = Callable[[Any, ServerRequest], None]
 """An operation on a thing: answers the work, or lets it wait. Must not block."""
 
-GroupHandler = Callable[[Sequence[Any], Work], None]
+GroupHandler = Callable[[Sequence[Any], ServerRequest], None]
 """The same on several things of a kind, which one message names."""
 
 
 @dataclass(frozen=True)
-class ResourceKind:
+class ResourceType:
     """A kind of things that can have a name on a task.
 
     Attributes:
@@ -63,19 +63,19 @@ class ResourceKind:
     together: Mapping[str, GroupHandler] = field(default_factory=dict)
 
 
-_kinds: dict[str, ResourceKind] = {}
+_kinds: dict[str, ResourceType] = {}
 
 
-def register(kind: ResourceKind) -> ResourceKind:
+def register_type(kind: ResourceType) -> ResourceType:
     """Let tasks make things of this kind when another task asks for one."""
     _kinds[kind.name] = kind
     return kind
 
 
-_offers: dict[str, Callable[[Work], None]] = {}
+_offers: dict[str, Callable[[ServerRequest], None]] = {}
 
 
-def offer(operation: str, handler: Callable[[Work], None]) -> None:
+def register_handler(operation: str, handler: Callable[[ServerRequest], None]) -> None:
     """Let other tasks ask for an operation that concerns no thing; it must not block."""
     _offers[operation] = handler
 
@@ -101,7 +101,7 @@ class Address:
         return f"{self.name!r}{inside} on task {self.task}"
 
 
-class Containers:
+class ResourceRegistry:
     """The named things of one task; usable from any thread.
 
     Args:
@@ -112,10 +112,10 @@ class Containers:
         self._task = task
         self._lock = threading.Lock()
         self._serials = itertools.count(1)
-        self._things: dict[tuple[str, str], tuple[int, ResourceKind, Any]] = {}
+        self._things: dict[tuple[str, str], tuple[int, ResourceType, Any]] = {}
 
     def open(
-        self, kind: ResourceKind, address: Address, description: Mapping[str, Any]
+        self, kind: ResourceType, address: Address, description: Mapping[str, Any]
     ) -> tuple[int, Any]:
         """Find a thing, or make it if the name is new; return its serial number and it.
 
@@ -138,7 +138,7 @@ class Containers:
             raise InvalidArgumentError(f"open: {difference} (name: {address})")
         return serial, thing
 
-    def find(self, address: Address, kind: ResourceKind | None = None) -> tuple[ResourceKind, Any]:
+    def find(self, address: Address, kind: ResourceType | None = None) -> tuple[ResourceType, Any]:
         """Return a thing that has been opened before, and its kind.
 
         Raises:
@@ -173,7 +173,7 @@ class Containers:
         for _, kind, thing in gone:
             kind.discard(thing)
 
-    def perform(self, work: Work, target: Mapping[str, Any]) -> None:
+    def perform(self, work: ServerRequest, target: Mapping[str, Any]) -> None:
         """Do what another task asks for, or let it wait; an error is its answer.
 
         Args:
@@ -202,7 +202,7 @@ class Containers:
         except Exception as error:
             work.fail(error)
 
-    def _perform_on_thing(self, work: Work, address: Address, operation: str) -> None:
+    def _perform_on_thing(self, work: ServerRequest, address: Address, operation: str) -> None:
         kind, thing = self.find(address)
         if operation in kind.together:
             others = (Address(self._task, *other) for other in work.arguments.get("others", ()))

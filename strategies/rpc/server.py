@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strategies.cluster.cluster import Cluster
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.errors import UnavailableError
 from strategies.rpc.service import Service
 
@@ -38,7 +38,7 @@ class Server:
             if not timeout > 0:
                 raise ValueError(f"Server: timeout must be seconds > 0, got {timeout}")
 
-        Ranks(cluster.comm).prepared("Server", check)
+        ProcessGroup(cluster.comm).run_then_agree("Server", check)
         self.service = Service(cluster.comm, timeout=timeout, locate=cluster.find)
 
     def join(self, timeout: float | None = None) -> None:

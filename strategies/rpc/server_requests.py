@@ -12,7 +12,7 @@ from strategies.rpc import message as protocol
 from strategies.rpc.message import Kind, Message
 from strategies.rpc.wire import Frame
 
-__all__ = ["Incoming", "Work"]
+__all__ = ["OpenRequests", "ServerRequest"]
 
 _log = logging.getLogger(__name__)
 
@@ -23,7 +23,7 @@ def _ignore(*arguments: Any) -> None:
     """Do nothing: the request has ended."""
 
 
-class Work:
+class ServerRequest:
     """A request of another task under way at this one; answer it once, then or later.
 
     Attributes:
@@ -33,7 +33,7 @@ class Work:
         values: what came with it.
     """
 
-    def __init__(self, incoming: Incoming, source: int, message: Message) -> None:
+    def __init__(self, incoming: OpenRequests, source: int, message: Message) -> None:
         self.source = source
         self.number = message.number
         self.arguments: Mapping[str, Any] = message.metadata.get("a") or {}
@@ -61,7 +61,7 @@ class Work:
         self.withdraw, self.give_up = withdraw, give_up
 
 
-class Incoming:
+class OpenRequests:
     """All such requests of one task; usable from any thread.
 
     Args:
@@ -71,18 +71,18 @@ class Incoming:
     def __init__(self, send: Send) -> None:
         self._send = send
         self._lock = threading.Lock()
-        self._open: dict[tuple[int, int], Work] = {}
+        self._open: dict[tuple[int, int], ServerRequest] = {}
 
-    def accept(self, source: int, message: Message) -> Work:
+    def accept(self, source: int, message: Message) -> ServerRequest:
         """Take in a request."""
-        work = Work(self, source, message)
+        work = ServerRequest(self, source, message)
         with self._lock:
             self._open[source, message.number] = work
         return work
 
     def answer(
         self,
-        work: Work,
+        work: ServerRequest,
         kind: Kind,
         metadata: Mapping[str, Any],
         values: Sequence[Any],
@@ -110,7 +110,7 @@ class Incoming:
             why = protocol.error_to(error)
             self._send(work.source, protocol.encode(Kind.ERROR, work.number, why))
 
-    def confirmed(self, source: int, number: int) -> None:
+    def acknowledged(self, source: int, number: int) -> None:
         """Note that an answer has arrived: what it carried belongs to the other task now."""
         with self._lock:
             self._open.pop((source, number), None)

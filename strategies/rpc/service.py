@@ -13,12 +13,12 @@ from typing import Any
 import collectives as cc
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.placement import Placer, devices_of
-from strategies.cluster.scopes import Placeable, device, requested
+from strategies.cluster.scopes import PlacementRequest, device, requested_device
 from strategies.errors import OpError
-from strategies.rpc.client import Answer
-from strategies.rpc.message_loop import Exchange
-from strategies.rpc.multi_request import Asked, Question
-from strategies.rpc.registry import Address, Containers, ResourceKind, current_container
+from strategies.rpc.client import Reply
+from strategies.rpc.message_loop import MessageLoop
+from strategies.rpc.multi_request import MultiRequest, RequestTo
+from strategies.rpc.registry import Address, ResourceRegistry, ResourceType, current_container
 from strategies.rpc.wire import dtype_named
 
 __all__ = ["Service"]
@@ -56,15 +56,15 @@ class Service:
         comm: cc.Communicator,
         *,
         timeout: float = 60.0,
-        locate: Callable[[Placeable], tuple[int, DeviceSpec]] | None = None,
+        locate: Callable[[PlacementRequest], tuple[int, DeviceSpec]] | None = None,
     ) -> None:
         if not timeout > 0:
             raise ValueError(f"Service: timeout must be seconds > 0, got {timeout}")
         self.task = comm.rank
         self.size = comm.size
         self._locate = locate or _among_workers(self.size)
-        self._containers = Containers(self.task)
-        self._exchange = Exchange(comm, timeout, self._containers.perform)
+        self._containers = ResourceRegistry(self.task)
+        self._exchange = MessageLoop(comm, timeout, self._containers.perform)
 
     def __enter__(self) -> Service:
         return self
@@ -78,7 +78,7 @@ class Service:
 
     def open(
         self,
-        kind: ResourceKind,
+        kind: ResourceType,
         description: Mapping[str, Any],
         *,
         name: str,
@@ -137,7 +137,7 @@ class Service:
         """
         if task is None or isinstance(task, str):
             shape, dtype = map((description or {}).get, ("shape", "dtype"))
-            thing = Placeable(
+            thing = PlacementRequest(
                 name,
                 kind,
                 task or "",
@@ -165,8 +165,8 @@ class Service:
         """
         if isinstance(task, int):
             return self.task_of(task, "Function", name), None
-        thing = Placeable(name, "Function", task or "", device_types=())
-        wish = requested(thing)  # once: a device function may answer otherwise the next time
+        thing = PlacementRequest(name, "Function", task or "", device_types=())
+        wish = requested_device(thing)  # once: a device function may answer otherwise the next time
         with device(None):
             number, found = self._locate(thing._replace(device=wish.to_string()))
         if wish.device_type is None and wish.device_index is None:
@@ -216,7 +216,7 @@ class Service:
         self,
         address: Address,
         operation: str,
-        on_answer: Callable[[Answer], None],
+        on_answer: Callable[[Reply], None],
         arguments: Mapping[str, Any] | None = None,
         values: Sequence[Any] = (),
     ) -> int:
@@ -241,14 +241,14 @@ class Service:
         operation: str,
         arguments: Mapping[str, Any] | None = None,
         values: Sequence[Any] = (),
-    ) -> Answer:
+    ) -> Reply:
         """As `start`, but wait for the answer, and raise its error."""
-        (answer,) = self.ask([Question(address, operation, arguments or {}, values)]).answers()
+        (answer,) = self.ask([RequestTo(address, operation, arguments or {}, values)]).answers()
         if answer.error is not None:
             raise answer.error
         return answer
 
-    def ask(self, questions: Sequence[Question]) -> Asked:
+    def ask(self, questions: Sequence[RequestTo]) -> MultiRequest:
         """Send several requests at once; `answers` of the result waits for them.
 
         Raises:
@@ -258,9 +258,9 @@ class Service:
         if questions and not self.may_wait:
             operation = questions[0].operation
             raise RuntimeError(f"{operation}: called where answers arrive, which must not wait")
-        return Asked(self._exchange.requests, questions)
+        return MultiRequest(self._exchange.requests, questions)
 
-    def here(self, kind: ResourceKind, address: Address) -> Any:
+    def here(self, kind: ResourceType, address: Address) -> Any:
         """Return a thing of this task.
 
         Raises:
@@ -298,11 +298,11 @@ class Service:
             self._containers.reset()
 
 
-def _among_workers(size: int) -> Callable[[Placeable], tuple[int, DeviceSpec]]:
+def _among_workers(size: int) -> Callable[[PlacementRequest], tuple[int, DeviceSpec]]:
     """Return where things are if all tasks are those of one job."""
     placer = Placer({("worker", task): devices_of() for task in range(size)})
 
-    def locate(thing: Placeable) -> tuple[int, DeviceSpec]:
+    def locate(thing: PlacementRequest) -> tuple[int, DeviceSpec]:
         device = placer.place(thing)
         return device.task or 0, device
 

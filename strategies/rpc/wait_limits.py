@@ -10,13 +10,13 @@ from contextvars import ContextVar
 from collectives.core import settings
 from collectives.core.settings import Settings
 
-__all__ = ["chosen", "is_unlimited", "unlimited", "wait_limit"]
+__all__ = ["current_settings", "is_unlimited", "no_wait_limit", "wait_limit"]
 
 _unlimited: ContextVar[bool] = ContextVar("unlimited", default=False)
 
 
 @functools.cache
-def chosen() -> Settings:
+def current_settings() -> Settings:
     """Return the settings of this process, as they were when it first asked.
 
     Raises:
@@ -27,7 +27,7 @@ def chosen() -> Settings:
 
 def wait_limit(timeout: float | None) -> float | None:
     """Return how long a call may wait that was given this timeout: `UNISONO_WAIT_LIMIT` if None."""
-    return chosen().wait_limit if timeout is None and not _unlimited.get() else timeout
+    return current_settings().wait_limit if timeout is None and not _unlimited.get() else timeout
 
 
 def is_unlimited() -> bool:
@@ -36,7 +36,7 @@ def is_unlimited() -> bool:
 
 
 @contextmanager
-def unlimited() -> Iterator[None]:
+def no_wait_limit() -> Iterator[None]:
     """Let this thread wait without the limit of the settings: it is its work to wait."""
     before = _unlimited.set(True)
     try:

@@ -80,7 +80,7 @@ def pack(values: Sequence[Any], operation: str = "message") -> Packed:
     rest = None
     if len(found) < len(values):
         found = []
-        rest = _packed(list(values), found, operation, DEEPEST)
+        rest = _pack(list(values), found, operation, DEEPEST)
     layout: Layout = []
     small: list[Array] = []
     frames: list[Frame] = []
@@ -111,7 +111,7 @@ def unpack(layout: Layout, frames: Sequence[Array]) -> list[Any]:
         if not rest:
             return found
         (last,) = rest
-        values = _unpacked(last.data, found, DEEPEST)
+        values = _unpack(last.data, found, DEEPEST)
         if not isinstance(values, list):
             raise ValueError("not a list")
         return values
@@ -163,11 +163,11 @@ def _travels(value: Any) -> bool:
 
 
 def _side_by_side(small: Sequence[Array]) -> Array:
-    together = np.empty(sum(_padded(raw.size) for raw in small), np.uint8)
+    together = np.empty(sum(_pad(raw.size) for raw in small), np.uint8)
     at = 0
     for raw in small:
         together[at : at + raw.size] = raw
-        at += _padded(raw.size)
+        at += _pad(raw.size)
     return together
 
 
@@ -183,7 +183,7 @@ def _arrays(layout: Layout, frames: Sequence[Array]) -> tuple[list[Any], Sequenc
             # In one step: a slice, a view and another shape would take three times as long.
             array = np.ndarray(shape, dtype, frames[0], at)
             end = at + length
-            at = _padded(end)
+            at = _pad(end)
         else:
             # `reshape` finds a length that is wrong, and so does `view`.
             array = frames[used].view(dtype).reshape(shape)
@@ -195,7 +195,7 @@ def _arrays(layout: Layout, frames: Sequence[Array]) -> tuple[list[Any], Sequenc
     return found, frames[used:]
 
 
-def _padded(length: int) -> int:
+def _pad(length: int) -> int:
     return -(-length // _ALIGN) * _ALIGN
 
 
@@ -211,7 +211,7 @@ def _product(sizes: Sequence[Any], unit: int = 1) -> int:
 # All else, by msgpack.
 
 
-def _packed(value: Any, found: list[Any], operation: str, levels: int) -> bytes:
+def _pack(value: Any, found: list[Any], operation: str, levels: int) -> bytes:
     """Write values in which extensions are nested in at most so many levels."""
     extension = functools.partial(_extension, found=found, operation=operation, levels=levels)
     try:
@@ -245,11 +245,11 @@ def _extension(value: Any, found: list[Any], operation: str, levels: int) -> msg
             f"of objects in one another, got more"
         )
     content = list(value) if is_tuple else [list(value.shape), value.ravel().tolist()]
-    inner = _packed(content, found, operation, levels - 1)
+    inner = _pack(content, found, operation, levels - 1)
     return msgpack.ExtType(_TUPLE if is_tuple else _OBJECTS, inner)
 
 
-def _unpacked(data: Any, found: Sequence[Any], levels: int) -> Any:
+def _unpack(data: Any, found: Sequence[Any], levels: int) -> Any:
     extension = functools.partial(_from_extension, found=found, levels=levels)
     return msgpack.unpackb(
         data, ext_hook=extension, unicode_errors="surrogatepass", strict_map_key=False
@@ -263,7 +263,7 @@ def _from_extension(code: int, data: bytes, found: Sequence[Any], levels: int) -
         raise ValueError(f"extension {code}")
     if not levels:
         raise ValueError(f"more than {DEEPEST} levels of tuples and arrays of objects")
-    content = _unpacked(data, found, levels - 1)
+    content = _unpack(data, found, levels - 1)
     if code == _TUPLE:
         return tuple(content)
     shape, elements = content

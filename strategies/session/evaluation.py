@@ -10,11 +10,11 @@ from typing import Any
 
 from strategies import errors
 from strategies.checkpoint import checkpoint_listing
-from strategies.checkpoint.storage import Location, located
+from strategies.checkpoint.storage import Location, resolve
 from strategies.session.hook_base import Hook, Session
 from strategies.session.metrics_writer import MetricsWriter, read_metrics
 
-__all__ = ["Evaluator", "ScoreNew"]
+__all__ = ["Evaluator", "EvaluateCheckpoints"]
 
 _log = logging.getLogger(__name__)
 
@@ -53,7 +53,7 @@ class Evaluator:
         *,
         scores: str | os.PathLike[str],
     ) -> None:
-        self._root = located(checkpoints)
+        self._root = resolve(checkpoints)
         self._evaluate = evaluate
         self.scores = Path(scores)
 
@@ -112,7 +112,7 @@ class Evaluator:
 _LAST_STEP = 1 << 60  # beyond all steps
 
 
-class ScoreNew(Hook):
+class EvaluateCheckpoints(Hook):
     """Score each checkpoint of a session when it is written, on the chief; others wait for it.
 
     One that is written in the background is scored at the next save, or at the end.

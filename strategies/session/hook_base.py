@@ -9,7 +9,7 @@ from typing import Any, Protocol
 from strategies.checkpoint.storage import Location
 from strategies.core.validation import integer, number
 
-__all__ = ["Hook", "InOrder", "Session", "Timer", "Values"]
+__all__ = ["Hook", "HookList", "Session", "Timer", "Values"]
 
 Values = Mapping[str, Any]
 
@@ -69,7 +69,7 @@ class Hook:
         """Called last, also after an error; not together with other ranks."""
 
 
-class InOrder:
+class HookList:
     """The hooks of a session, which calls them in the order of their places.
 
     Args:

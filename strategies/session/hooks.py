@@ -34,10 +34,10 @@ from strategies.core.validation import integer
 from strategies.session.hook_base import Hook, Session, Timer, Values
 
 __all__ = [
-    "Checkpoints",
-    "Final",
+    "SaveCheckpoints",
+    "RunAtEnd",
     "Hook",
-    "Logging",
+    "LogValues",
     "NanGuard",
     "NanLossError",
     "Profiler",
@@ -119,7 +119,7 @@ class StepCounter(Hook):
             _log.info("step %d: %.4g steps/s", session.step, self.steps_per_second)
 
 
-class Logging(Hook):
+class LogValues(Hook):
     """Write values into the log `strategies.training`, level INFO, on the chief.
 
     Args:
@@ -215,7 +215,7 @@ class NanGuard(Hook):
         session.request_stop()
 
 
-class Checkpoints(Hook):
+class SaveCheckpoints(Hook):
     """Say when a checkpoint is due; the session writes it.
 
     The state at the beginning counts as saved, since it was restored, or saved there.
@@ -286,7 +286,7 @@ class Profiler(Hook):
             self._running = False
 
 
-class Final(Hook):
+class RunAtEnd(Hook):
     """Compute something at the end, on all ranks, such as the accuracy of what was trained.
 
     Args:

@@ -19,16 +19,16 @@ from typing import Any, TypeVar
 import collectives as cc
 from strategies import errors
 from strategies.checkpoint.saver import Saver
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.core.validation import integer
 from strategies.elastic import event_log
 from strategies.elastic.elastic_state import State
 from strategies.elastic.fault_injection import inject
 from strategies.elastic.preemption import Preemption
-from strategies.session.hook_base import Hook, InOrder
-from strategies.session.hooks import Checkpoints, StopAtStep
-from strategies.session.session_state import Kept
-from strategies.session.stop_control import Stopping
+from strategies.session.hook_base import Hook, HookList
+from strategies.session.hooks import SaveCheckpoints, StopAtStep
+from strategies.session.session_state import SessionState
+from strategies.session.stop_control import StopControl
 
 __all__ = ["TrainingSession"]
 
@@ -134,8 +134,8 @@ class TrainingSession:
         self._last_step_hooks = [hook for hook in every if isinstance(hook, StopAtStep)]
         if saver is not None and (save_steps, save_seconds) != (None, None):
             seconds = save_seconds if save_steps is None else None
-            every.append(Checkpoints(every_steps=save_steps, every_seconds=seconds))
-        self._hooks = InOrder(every)
+            every.append(SaveCheckpoints(every_steps=save_steps, every_seconds=seconds))
+        self._hooks = HookList(every)
         self._global_step = global_step
         self._preemption = Preemption() if preemption is None else preemption
         self._owns_preemption = preemption is None
@@ -145,7 +145,7 @@ class TrainingSession:
         self._recover_ranks = recover
         self._step, self._saved_step, self._committed_step, self._steps_done = 0, -1, 0, 0
         self._values: Mapping[str, Any] = {}
-        self._stop = Stopping(self._preemption)
+        self._stop = StopControl(self._preemption)
         self._open = False
         self._meet(saver, shared if comm is None else comm)
 
@@ -159,9 +159,9 @@ class TrainingSession:
                     "thing called step, such as State(comm, step=0, model=model), and a "
                     "CheckpointManager(directory, state.comm), got one of other ranks or things"
                 )
-        self._all = Ranks(comm)  # at the beginning and the end
-        self._ranks = self._all if self._in_step else Ranks()  # at every step
-        self._kept = Kept(saver, state, self._all, self._ranks)
+        self._all = ProcessGroup(comm)  # at the beginning and the end
+        self._ranks = self._all if self._in_step else ProcessGroup()  # at every step
+        self._kept = SessionState(saver, state, self._all, self._ranks)
 
     @property
     def step(self) -> int:
@@ -251,7 +251,7 @@ class TrainingSession:
             except StopIteration as error:
                 raise errors.OutOfRangeError("run: the input has ended") from error
 
-        result = self._ranks.together("run", body)
+        result = self._ranks.raise_together("run", body)
         done = self._step
         self._step = done + 1 if self._global_step is None else self._global_step()
         try:
@@ -276,7 +276,7 @@ class TrainingSession:
 
     def _settle(self, failure: Exception | None = None) -> None:
         """Agree on what is to be done after this step, and do it."""
-        due = self._stop.settle(self._step, self._steps_done, failure)
+        due = self._stop.resolve(self._step, self._steps_done, failure)
         if due.leave and self._state is not None and self._step != self._committed_step:
             self._commit()  # who dies while it is saved takes no step along
         is_saved = self._in_step and self._step == self._saved_step
@@ -284,7 +284,7 @@ class TrainingSession:
         if due.save and not is_saved and (self._in_step or not due.leave):
             self._save()
         if due.leave and not due.stop:
-            self._stop.left(self._step)
+            self._stop.finished(self._step)
 
     def _recover(self, error: Exception) -> None:
         """Go back to the last commit, or checkpoint."""
@@ -305,7 +305,7 @@ class TrainingSession:
 
     def _call_hooks(self, name: str) -> None:
         """Call one method of all hooks, which may be collective."""
-        self._all.together(name, lambda: self._hooks.call(name, self))
+        self._all.raise_together(name, lambda: self._hooks.call(name, self))
 
     def _is_back(self, step: int | None) -> bool:
         """Count from a step to which things have gone back; False if there is none."""
@@ -329,7 +329,7 @@ class TrainingSession:
             for call in self._hooks.after_save if path is not None and self.is_chief else ():
                 call(self, path)
 
-        self._ranks.prepared("save: hooks", tell)
+        self._ranks.run_then_agree("save: hooks", tell)
         self._saved_step = self._step
         seconds = time.monotonic() - began
         self._stop.saved(seconds)
@@ -387,7 +387,7 @@ class TrainingSession:
             self._save()
         if self._state is not None and self._step != self._committed_step:
             self._commit()  # who dies from here on takes no step along
-        self._all.together("save", self._kept.wait)
+        self._all.raise_together("save", self._kept.wait)
         self._call_hooks("end")
         self._all.agree("the session has ended")
 

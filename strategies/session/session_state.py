@@ -10,13 +10,13 @@ from strategies import errors
 from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.saver import Saver
 from strategies.checkpoint.storage import Location
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.elastic.elastic_state import State
 
-__all__ = ["Kept"]
+__all__ = ["SessionState"]
 
 
-class Kept:
+class SessionState:
     """The things of a saver and of a state in memory, and those that are new since they were kept.
 
     Args:
@@ -32,7 +32,11 @@ class Kept:
     """
 
     def __init__(
-        self, saver: Saver | None, state: State | None, everyone: Ranks, in_step: Ranks
+        self,
+        saver: Saver | None,
+        state: State | None,
+        everyone: ProcessGroup,
+        in_step: ProcessGroup,
     ) -> None:
         self._saver, self._state = saver, state
         self._everyone, self._in_step = everyone, in_step
@@ -131,7 +135,7 @@ class Kept:
         if saver is None:
             return None
         new = self._unsaved
-        path = self._in_step.together(
+        path = self._in_step.raise_together(
             "save", lambda: saver.save(step, metric=metric, **new) if self._writes else None
         )
         self._unsaved.clear()
@@ -165,7 +169,7 @@ class Kept:
 
     def _discard(self) -> None:
         for name, thing in self._unsaved.items():
-            if kinds.kind_of(thing) is kinds.KINDS["pipeline"]:
+            if kinds.protocol_of(thing) is kinds.KINDS["pipeline"]:
                 raise errors.FailedPreconditionError(
                     f"recover: a pipeline does not go back, expected to start the program again, "
                     f"which goes on from the last checkpoint (name: {name})"
@@ -179,7 +183,9 @@ class Kept:
         self.from_file = self.is_in_file = True
         if saver is None or self._together:
             return None if saver is None else saver.restore()
-        step = self._everyone.prepared("restore", lambda: saver.restore() if self._writes else None)
+        step = self._everyone.run_then_agree(
+            "restore", lambda: saver.restore() if self._writes else None
+        )
         comm = self._everyone.comm
         return step if comm is None else comm.broadcast_object(step)
 

@@ -12,12 +12,12 @@ import time
 from typing import NamedTuple
 
 import collectives as cc
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.elastic import event_log
 from strategies.elastic.preemption import Preemption
-from strategies.session.votes import Wishes, agreement
+from strategies.session.votes import StepVotes, reduce_votes
 
-__all__ = ["Due", "Stopping"]
+__all__ = ["StepActions", "StopControl"]
 
 _log = logging.getLogger(__name__)
 
@@ -25,7 +25,7 @@ _log = logging.getLogger(__name__)
 _SPARE_STEPS, _SPARE_SAVES = 6, 2
 
 
-class Due(NamedTuple):
+class StepActions(NamedTuple):
     """What is to be done after a step.
 
     Attributes:
@@ -39,10 +39,10 @@ class Due(NamedTuple):
     stop: bool = False
 
 
-_NOTHING = Due()
+_NOTHING = StepActions()
 
 
-class Stopping:
+class StopControl:
     """What this rank wants, and what all ranks in step have agreed on.
 
     Args:
@@ -64,10 +64,10 @@ class Stopping:
         """Count the time of the steps from here."""
         self._began = time.monotonic()
 
-    def meet(self, ranks: Ranks) -> None:
+    def meet(self, ranks: ProcessGroup) -> None:
         """Agree with these ranks from now on; *collective*."""
         self._ranks = ranks
-        self._agreed = agreement(ranks.comm)
+        self._agreed = reduce_votes(ranks.comm)
 
     def request_stop(self) -> None:
         """Want no step after this one."""
@@ -81,7 +81,7 @@ class Stopping:
         """Note how long a checkpoint has taken."""
         self._seconds_of_save = seconds
 
-    def settle(self, step: int, steps: int, failure: Exception | None = None) -> Due:
+    def resolve(self, step: int, steps: int, failure: Exception | None = None) -> StepActions:
         """Agree on what is to be done after a step, *collective*.
 
         Args:
@@ -95,7 +95,7 @@ class Stopping:
         """
         self._steps = steps
         asked = self._preemption.asked
-        own = Wishes(
+        own = StepVotes(
             self._stop_wanted,
             self._save_wanted,
             asked,
@@ -114,18 +114,18 @@ class Stopping:
         self._stop_wanted = self._save_wanted = False
         first = wanted.asked and not self.asked
         if first:
-            self._preemption.hear()  # after a death, too, also if it was the rank with the signal
+            self._preemption.poll()  # after a death, too, also if it was the rank with the signal
             event_log.write("asked", step=step)
         leave = wanted.leave or (first and self._preemption.grace_seconds is None)
         self.asked = wanted.asked
         self.stopping |= wanted.stop or leave
-        return Due(wanted.save or first or leave, leave, wanted.stop)
+        return StepActions(wanted.save or first or leave, leave, wanted.stop)
 
-    def left(self, step: int) -> None:
+    def finished(self, step: int) -> None:
         """Say that the session stops because it was asked to, with a checkpoint to go on from."""
         _log.info("asked to stop: leaving after step %d", step)
         event_log.write("left", step=step)
-        self._preemption.accept()
+        self._preemption.acknowledge()
 
     def _out_of_time(self) -> bool:
         """Whether the time after a signal ends so soon that no further step should begin."""

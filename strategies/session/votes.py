@@ -13,10 +13,10 @@ import numpy as np
 
 import collectives as cc
 
-__all__ = ["Wishes", "agreement"]
+__all__ = ["StepVotes", "reduce_votes"]
 
 
-class Wishes(NamedTuple):
+class StepVotes(NamedTuple):
     """What one rank wants, or any of them.
 
     Attributes:
@@ -34,7 +34,7 @@ class Wishes(NamedTuple):
     failed: bool = False
 
 
-def agreement(comm: cc.Communicator | None) -> Callable[[Wishes], Wishes]:
+def reduce_votes(comm: cc.Communicator | None) -> Callable[[StepVotes], StepVotes]:
     """Return a function that gives on all ranks what any of them wants; *collective*.
 
     Cost: of each call, an all-reduce of 40 bytes by a plan, which on one node takes about 1 us
@@ -43,12 +43,12 @@ def agreement(comm: cc.Communicator | None) -> Callable[[Wishes], Wishes]:
     if comm is None or comm.size == 1:
         return lambda wishes: wishes
     # As many numbers as no other exchange of the ranks has: one that is elsewhere is then noticed.
-    word = np.zeros(len(Wishes._fields), np.int64)
+    word = np.zeros(len(StepVotes._fields), np.int64)
     reduce: Any = comm.plan_allreduce(word, op=cc.MAX)
 
-    def agreed(wishes: Wishes) -> Wishes:
+    def agreed(wishes: StepVotes) -> StepVotes:
         word[:] = wishes
         reduce()
-        return Wishes._make(word.astype(bool).tolist())
+        return StepVotes._make(word.astype(bool).tolist())
 
     return agreed

@@ -12,7 +12,7 @@ from strategies.accumulators.remote import Engine
 from strategies.errors import OpError
 from strategies.rpc import message, operation
 from strategies.rpc.wire import Array
-from strategies.spare_replica.turns import Rounds
+from strategies.spare_replica.turns import TokenQueue
 
 __all__ = ["ChiefLoop"]
 
@@ -33,7 +33,7 @@ class ChiefLoop:
 
     def __init__(
         self,
-        rounds: Rounds,
+        rounds: TokenQueue,
         engines: Sequence[Engine],
         update: Callable[[list[Sequence[Any]]], Sequence[Array]],
     ) -> None:
@@ -99,7 +99,7 @@ class ChiefLoop:
         while engine.when_done(take, woken.set) and not woken.wait(_REMIND_AFTER):
             if not reminded:
                 reminded = True
-                facts = self._rounds.step, take.count, _REMIND_AFTER, self._rounds.computing()
+                facts = self._rounds.step, take.count, _REMIND_AFTER, self._rounds.active_workers()
                 _log.warning(
                     "spare replicas: step %d waits for %d gradients since %d s; workers %s have "
                     "not delivered any",

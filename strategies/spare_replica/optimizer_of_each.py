@@ -8,10 +8,10 @@ from typing import Any
 from strategies.optimizers import Optimizer
 from strategies.optimizers.pairs import split
 
-__all__ = ["OptimizerOfEach"]
+__all__ = ["PerVariableOptimizer"]
 
 
-class OptimizerOfEach:
+class PerVariableOptimizer:
     """An optimizer for each variable, as one.
 
     Args:

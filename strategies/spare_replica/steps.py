@@ -11,17 +11,17 @@ import numpy as np
 
 from strategies.accumulators.engine import Apply
 from strategies.accumulators.remote import Engine, open_accumulation
-from strategies.accumulators.sums import Gradient, Part
+from strategies.accumulators.sums import Gradient, GradientSpec
 from strategies.averaging.optimizer import ArrayOptimizer
 from strategies.core import array_ops
 from strategies.core.sparse import Rows
 from strategies.errors import OpError, UnavailableError
 from strategies.optimizers.pairs import Pair
-from strategies.rpc.operation import Attempt, Waiting, finish, perform
+from strategies.rpc.operation import OperationOwner, PendingOperation, finish, perform
 from strategies.rpc.service import Service
 from strategies.rpc.wire import Array
 from strategies.spare_replica.chief_loop import ChiefLoop
-from strategies.spare_replica.turns import Leave, Rounds, Stay, Turn, open_rounds
+from strategies.spare_replica.turns import Deregister, Heartbeat, TakeToken, TokenQueue, open_rounds
 
 __all__ = ["SpareSteps", "StepReport"]
 
@@ -49,7 +49,7 @@ class StepReport:
 
 
 @dataclass(frozen=True)
-class _Shard:
+class _TaskShard:
     """The variables whose gradients are averaged on one task."""
 
     positions: list[int]
@@ -57,7 +57,7 @@ class _Shard:
 
 
 @dataclass(frozen=True)
-class _Master:
+class _ChiefCopy:
     """The chief's copy of a variable, as optimizers take it; no replica computes with it."""
 
     name: str
@@ -85,14 +85,14 @@ class SpareSteps:
         self._worker = service.task
         self._aggregate = aggregate
         self._tasks = tasks
-        self._shards: list[_Shard] = []
+        self._shards: list[_TaskShard] = []
         self._loop: ChiefLoop | None = None
         self._rounds = open_rounds(
             service, aggregate=aggregate, total=service.size, step=step, name=_NAME
         )
-        if isinstance(self._rounds, Rounds):
-            self._rounds.on_lost = self._lose
-        self._rounds.submit(Stay(self._worker))
+        if isinstance(self._rounds, TokenQueue):
+            self._rounds.on_lost = self._drop_worker
+        self._rounds.submit(Heartbeat(self._worker))
         self._rounds.report()  # when this is answered, the chief will notice if this worker dies
 
     @property
@@ -108,12 +108,12 @@ class SpareSteps:
             pairs: of all variables, which have their first values.
         """
         parts = [
-            Part(pair.where, array_ops.dtype_name(pair.value), tuple(pair.value.shape))
+            GradientSpec(pair.where, array_ops.dtype_name(pair.value), tuple(pair.value.shape))
             for pair in pairs
         ]
-        assigned = _balanced([pair.value.nbytes for pair in pairs], len(self._tasks))
+        assigned = _balance([pair.value.nbytes for pair in pairs], len(self._tasks))
 
-        def shard(task: int, positions: list[int]) -> _Shard:
+        def shard(task: int, positions: list[int]) -> _TaskShard:
             own = [parts[i] for i in positions]
             engine = open_accumulation(
                 self._service,
@@ -124,12 +124,14 @@ class SpareSteps:
                 most=self._aggregate,  # also of those that come before the chief waits for them
                 task=task,
             )
-            return _Shard(positions, engine)
+            return _TaskShard(positions, engine)
 
         pairs_of_tasks = zip(self._tasks, assigned, strict=True)
         self._shards = [shard(task, positions) for task, positions in pairs_of_tasks if positions]
-        if isinstance(self._rounds, Rounds):
-            masters = [_Master(pair.key, np.array(array_ops.fetched(pair.value))) for pair in pairs]
+        if isinstance(self._rounds, TokenQueue):
+            masters = [
+                _ChiefCopy(pair.key, np.array(array_ops.to_host(pair.value))) for pair in pairs
+            ]
             engines = [shard.engine for shard in self._shards]
             self._loop = ChiefLoop(self._rounds, engines, self._updating(optimizer, masters))
             self._rounds.on_failure = self._loop.stop
@@ -145,12 +147,12 @@ class SpareSteps:
         Raises:
             OpError: see `SpareReplicaStrategy.apply_gradients`.
         """
-        deliveries: list[tuple[Waiting, Attempt]] = []
+        deliveries: list[tuple[OperationOwner, PendingOperation]] = []
         for shard in self._shards:
             own = [_on_host(pairs[i]) for i in shard.positions]
             apply = Apply(own, self.local_step, self._worker, examples)
             deliveries.append((shard.engine, apply))
-        turn = Turn(self._worker, self.local_step)
+        turn = TakeToken(self._worker, self.local_step)
         _all(deliveries, (self._rounds, turn))
         self.local_step = turn.step
         for pair, value in zip(pairs, turn.values, strict=bool(turn.values)):
@@ -167,20 +169,20 @@ class SpareSteps:
     def leave(self) -> None:
         """Take part no longer; the chief waits until all have left, and ends."""
         try:
-            perform(self._rounds, Leave(self._worker), "close", None)
+            perform(self._rounds, Deregister(self._worker), "close", None)
         except UnavailableError as error:
             _log.warning("close: the chief is gone: %s", error)
-        if isinstance(self._rounds, Rounds):
+        if isinstance(self._rounds, TokenQueue):
             if self._loop is None:
                 why = "apply_gradients: the chief has left without a gradient, expected one"
                 self._rounds.fail(UnavailableError(why))
             while not self._rounds.nobody.wait(_REMIND_AFTER):
-                _log.warning("close: workers %s have not left yet", self._rounds.computing())
+                _log.warning("close: workers %s have not left yet", self._rounds.active_workers())
         self.stop()
 
-    def give_up(self, reason: str) -> None:
+    def abort(self, reason: str) -> None:
         """Take part no longer, without waiting for anybody."""
-        self._rounds.submit(Leave(self._worker, reason))
+        self._rounds.submit(Deregister(self._worker, reason))
 
     def stop(self) -> None:
         """End the chief's thread."""
@@ -189,7 +191,7 @@ class SpareSteps:
             self._loop.join()
 
     def _updating(
-        self, optimizer: ArrayOptimizer, masters: list[_Master]
+        self, optimizer: ArrayOptimizer, masters: list[_ChiefCopy]
     ) -> Callable[[list[Sequence[Gradient]]], Sequence[Array]]:
         positions = [i for shard in self._shards for i in shard.positions]
 
@@ -200,19 +202,19 @@ class SpareSteps:
 
         return update
 
-    def _lose(self, worker: int) -> None:
+    def _drop_worker(self, worker: int) -> None:
         """Go on without a worker that has not left in good order."""
         try:
             why = self._service.departures([worker], timeout=0)[worker]
         except OpError:
             why = None
-        assert isinstance(self._rounds, Rounds)
+        assert isinstance(self._rounds, TokenQueue)
         self._rounds.lose(worker, why or "it has ended without leaving")
 
 
 def _on_host(pair: Pair) -> Any:
     """Return the gradient of a variable as messages carry it."""
-    gradient = None if pair.gradient is None else array_ops.fetched(pair.gradient)
+    gradient = None if pair.gradient is None else array_ops.to_host(pair.gradient)
     return gradient if pair.rows is None else Rows(pair.rows, gradient)
 
 
@@ -221,12 +223,12 @@ def _take(pair: Pair, value: Array) -> None:
     if isinstance(pair.value, np.ndarray):
         pair.value[...] = value
         return
-    new = array_ops.overwrite(pair.value, array_ops.beside(pair.value, value))
+    new = array_ops.overwrite(pair.value, array_ops.on_same_device(pair.value, value))
     if pair.settle is not None:
         pair.settle(new)
 
 
-def _balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
+def _balance(sizes: Sequence[int], count: int) -> list[list[int]]:
     """Share things among `count` places, the largest first, each to the place with least so far."""
     loads = [0] * count
     places: list[list[int]] = [[] for _ in range(count)]
@@ -237,7 +239,10 @@ def _balanced(sizes: Sequence[int], count: int) -> list[list[int]]:
     return [sorted(place) for place in places]
 
 
-def _all(deliveries: list[tuple[Waiting, Attempt]], turn: tuple[Waiting, Attempt]) -> None:
+def _all(
+    deliveries: list[tuple[OperationOwner, PendingOperation]],
+    turn: tuple[OperationOwner, PendingOperation],
+) -> None:
     """Deliver everything and wait for a turn, all at the same time.
 
     Raises:

@@ -8,17 +8,17 @@ from typing import Any
 
 import collectives as cc
 from strategies.core import gradient_sums
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.core.validation import integer
 from strategies.optimizers.pairs import Pair, resolve
 from strategies.replicas import context, datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
 from strategies.rpc.service import Service
-from strategies.spare_replica.optimizer_of_each import OptimizerOfEach
+from strategies.spare_replica.optimizer_of_each import PerVariableOptimizer
 from strategies.spare_replica.steps import SpareSteps, StepReport
 from strategies.strategy.base.base import Strategy
-from strategies.wrapping.hosting import Hosted, Parameter, refuse_others
+from strategies.wrapping.hosting import Parameter, ParameterHost, refuse_others
 
 __all__ = ["SpareReplicaStrategy"]
 
@@ -77,15 +77,15 @@ class SpareReplicaStrategy(Strategy):
         device: str | None = None,
     ) -> None:
         comm = cc.init() if comm is None else comm
-        everyone = Ranks(comm)
-        everyone.prepared("SpareReplicaStrategy", lambda: self._be_on(device))
+        everyone = ProcessGroup(comm)
+        everyone.run_then_agree("SpareReplicaStrategy", lambda: self._be_on(device))
         self._everyone = everyone
         self.total_num_replicas = comm.size
         self.replicas_to_aggregate = (
             comm.size if replicas_to_aggregate is None else replicas_to_aggregate
         )
         self._tasks = tuple(tasks)
-        self._everyone.prepared("SpareReplicaStrategy", lambda: self._check(global_step))
+        self._everyone.run_then_agree("SpareReplicaStrategy", lambda: self._check(global_step))
         self._everyone.agree(
             f"SpareReplicaStrategy with replicas_to_aggregate={self.replicas_to_aggregate}, "
             f"tasks={self._tasks}, global_step={global_step}"
@@ -107,7 +107,7 @@ class SpareReplicaStrategy(Strategy):
             self.close()
         elif not self._closed:
             self._closed = True
-            self._steps.give_up(f"{type(error).__name__}: {error}")
+            self._steps.abort(f"{type(error).__name__}: {error}")
             self.service.__exit__(kind, error, trace)
             self._steps.stop()
 
@@ -181,7 +181,9 @@ class SpareReplicaStrategy(Strategy):
     def use(self, optimizer: Any) -> None:
         """Do nothing: the optimizer is that of `apply_gradients`."""
 
-    def host(self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False) -> Hosted:
+    def host(
+        self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False
+    ) -> ParameterHost:
         """Make the parameters of a model of another library variables; *collective*.
 
         `DistributedOptimizer(optimizer, strategy=...)` does it.
@@ -194,18 +196,20 @@ class SpareReplicaStrategy(Strategy):
             Exception: what `parameters` raised; on all ranks.
             ValueError: as `variable`; or values are not alike; on all ranks.
         """
-        given = self._everyone.prepared("DistributedOptimizer", parameters)
+        given = self._everyone.run_then_agree("DistributedOptimizer", parameters)
         made = [self.variable(p.value, name=p.name) for p in given]
         if alike:
-            self._everyone.prepared("DistributedOptimizer", lambda: refuse_others(given, made))
-        optimizer = OptimizerOfEach({p.name: p.optimizer for p in given})
+            self._everyone.run_then_agree(
+                "DistributedOptimizer", lambda: refuse_others(given, made)
+            )
+        optimizer = PerVariableOptimizer({p.name: p.optimizer for p in given})
 
         def push(pairs: Any, rates: Any, examples: Any) -> None:  # the chief's rates count
             self.apply_gradients(optimizer, pairs, examples=examples)
 
         # A worker has the values of its step, and cannot learn of others before the next one.
         value = operator.attrgetter("value")
-        return Hosted(made, value_of=value, push=push, pull=lambda: None)
+        return ParameterHost(made, value_of=value, push=push, pull=lambda: None)
 
     def report(self) -> StepReport:
         """Return what became of the gradients so far.

@@ -17,17 +17,17 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 from strategies.errors import CancelledError, OpError, OutOfRangeError, UnavailableError
-from strategies.rpc.client import Answer
-from strategies.rpc.operation import Attempt, RemoteAttempts, serve
-from strategies.rpc.registry import ResourceKind, register
-from strategies.rpc.server_requests import Work
+from strategies.rpc.client import Reply
+from strategies.rpc.operation import PendingOperation, RemoteAttempts, serve
+from strategies.rpc.registry import ResourceType, register_type
+from strategies.rpc.server_requests import ServerRequest
 from strategies.rpc.service import Service
 from strategies.rpc.wire import Array
 
-__all__ = ["Leave", "RemoteRounds", "Rounds", "Stay", "Turn", "open_rounds"]
+__all__ = ["Deregister", "RemoteTokenQueue", "TokenQueue", "Heartbeat", "TakeToken", "open_rounds"]
 
 
-class Turn(Attempt):
+class TakeToken(PendingOperation):
     """Wait until a worker may begin with the next step.
 
     Args:
@@ -47,14 +47,14 @@ class Turn(Attempt):
         self.local_step = local_step
 
 
-class Stay(Attempt):
+class Heartbeat(PendingOperation):
     """Take part; waits for ever, so that its end says that the worker is gone."""
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
 
 
-class Leave(Attempt):
+class Deregister(PendingOperation):
     """Take part no longer; with a reason if that is not in good order."""
 
     def __init__(self, worker: int, reason: str | None = None) -> None:
@@ -62,7 +62,7 @@ class Leave(Attempt):
         self.reason = reason
 
 
-class Rounds:
+class TokenQueue:
     """Steps and workers, on the chief's task; usable from any thread.
 
     Args:
@@ -91,38 +91,38 @@ class Rounds:
         self._inside = set(range(total))
         self._tokens = max(total, aggregate) - total
         self._values: Sequence[Array] = ()
-        self._turns: list[Turn] = []
+        self._turns: list[TakeToken] = []
         self.failure: OpError | None = None
 
-    def submit(self, attempt: Attempt) -> None:
+    def submit(self, attempt: PendingOperation) -> None:
         """Let an attempt wait until there is a token for it."""
-        if isinstance(attempt, Leave):
+        if isinstance(attempt, Deregister):
             with self._lock:
-                attempt.settle()
-            attempt.tell()
+                attempt.complete()
+            attempt.notify()
             self.lose(attempt.worker, attempt.reason)
-        elif isinstance(attempt, Turn):
+        elif isinstance(attempt, TakeToken):
             with self._lock:
                 self._turns.append(attempt)
             self._advance()
 
-    def when_done(self, attempt: Attempt, on_done: Callable[[], None]) -> bool:
+    def when_done(self, attempt: PendingOperation, on_done: Callable[[], None]) -> bool:
         """Set the callback of an attempt that waits."""
         with self._lock:
             return attempt.call_when_done(on_done)
 
-    def withdraw(self, attempt: Attempt, error: OpError) -> None:
+    def withdraw(self, attempt: PendingOperation, error: OpError) -> None:
         """End a turn that waits."""
         with self._lock:
-            if attempt.done or not isinstance(attempt, Turn) or attempt not in self._turns:
+            if attempt.done or not isinstance(attempt, TakeToken) or attempt not in self._turns:
                 return
             self._turns.remove(attempt)
-            attempt.settle(error)
-        attempt.tell()
+            attempt.complete(error)
+        attempt.notify()
 
-    def abandon(self, attempt: Attempt) -> None:
+    def abandon(self, attempt: PendingOperation) -> None:
         """End an attempt for which nobody waits any more; who does not stay has been lost."""
-        if isinstance(attempt, Stay):
+        if isinstance(attempt, Heartbeat):
             with self._lock:
                 known = attempt.worker not in self._inside
             if not known:
@@ -147,7 +147,7 @@ class Rounds:
         self.on_failure()
         self._advance()
 
-    def computing(self) -> list[int]:
+    def active_workers(self) -> list[int]:
         """Return the workers that have not delivered a gradient for this step."""
         with self._lock:
             return sorted(self._inside - {turn.worker for turn in self._turns})
@@ -188,36 +188,36 @@ class Rounds:
             over = [turn for turn in self._turns if self._give(turn)]
             self._turns = [turn for turn in self._turns if not turn.done]
         for turn in over:
-            turn.tell()
+            turn.notify()
 
-    def _give(self, turn: Turn) -> bool:
+    def _give(self, turn: TakeToken) -> bool:
         # With a token for each worker, nobody takes a second one for the same step. With fewer
         # workers than gradients, the fast ones may.
         each = self.total >= self.aggregate
         if self.step > turn.local_step if each else self._tokens > 0:
             self._tokens -= 1
             turn.step, turn.values = self.step, self._values
-            turn.settle()
+            turn.complete()
         elif self.failure is not None:
-            turn.settle(self.failure)
+            turn.complete(self.failure)
         return turn.done
 
 
-class RemoteRounds(RemoteAttempts):
+class RemoteTokenQueue(RemoteAttempts):
     """The rounds of a chief on another task."""
 
-    def request_of(self, attempt: Attempt) -> tuple[str, dict[str, Any], list[Any]]:
+    def request_of(self, attempt: PendingOperation) -> tuple[str, dict[str, Any], list[Any]]:
         """Return operation, arguments and values."""
-        if isinstance(attempt, Turn):
+        if isinstance(attempt, TakeToken):
             return "turn", {"worker": attempt.worker, "step": attempt.local_step}, []
-        if isinstance(attempt, Leave):
+        if isinstance(attempt, Deregister):
             return "leave", {"worker": attempt.worker, "reason": attempt.reason}, []
-        assert isinstance(attempt, Stay)
+        assert isinstance(attempt, Heartbeat)
         return "stay", {"worker": attempt.worker}, []
 
-    def answered(self, attempt: Attempt, answer: Answer) -> None:
+    def answered(self, attempt: PendingOperation, answer: Reply) -> None:
         """Note what came of an attempt."""
-        if isinstance(attempt, Turn):
+        if isinstance(attempt, TakeToken):
             attempt.step, attempt.values = answer.metadata["step"], answer.values
 
     def report(self) -> tuple[int, dict[int, str]]:
@@ -228,40 +228,40 @@ class RemoteRounds(RemoteAttempts):
 
 def open_rounds(
     service: Service, *, aggregate: int, total: int, step: int, name: str
-) -> Rounds | RemoteRounds:
+) -> TokenQueue | RemoteTokenQueue:
     """Find or make the rounds of the chief, which is task 0; see `Service.open`."""
     description = {"replicas_to_aggregate": aggregate, "workers": total, "global_step": step}
     place, thing = service.open(_KIND, description, name=name, task=0)
-    return RemoteRounds(service, place) if thing is None else thing
+    return RemoteTokenQueue(service, place) if thing is None else thing
 
 
-def _turn(rounds: Rounds, work: Work) -> None:
-    turn = Turn(work.arguments["worker"], work.arguments["step"])
+def _turn(rounds: TokenQueue, work: ServerRequest) -> None:
+    turn = TakeToken(work.arguments["worker"], work.arguments["step"])
     serve(rounds, turn, work, lambda done: work.reply(list(done.values), step=done.step))
 
 
-def _stay(rounds: Rounds, work: Work) -> None:
-    serve(rounds, Stay(work.arguments["worker"]), work, lambda done: work.reply())
+def _stay(rounds: TokenQueue, work: ServerRequest) -> None:
+    serve(rounds, Heartbeat(work.arguments["worker"]), work, lambda done: work.reply())
 
 
-def _leave(rounds: Rounds, work: Work) -> None:
-    leave = Leave(work.arguments["worker"], work.arguments["reason"])
+def _leave(rounds: TokenQueue, work: ServerRequest) -> None:
+    leave = Deregister(work.arguments["worker"], work.arguments["reason"])
     if leave.reason is None:
         serve(rounds, leave, work, lambda done: work.reply())
     else:
         rounds.submit(leave)  # that worker will not take an answer any more
 
 
-def _report(rounds: Rounds, work: Work) -> None:
+def _report(rounds: TokenQueue, work: ServerRequest) -> None:
     step, lost = rounds.report()
     work.reply(step=step, lost=list(lost.items()))
 
 
-def _make(given: Mapping[str, Any], name: str) -> Rounds:
-    return Rounds(given["replicas_to_aggregate"], given["workers"], given["global_step"], name)
+def _make(given: Mapping[str, Any], name: str) -> TokenQueue:
+    return TokenQueue(given["replicas_to_aggregate"], given["workers"], given["global_step"], name)
 
 
-def _difference(rounds: Rounds, description: Mapping[str, Any]) -> str | None:
+def _difference(rounds: TokenQueue, description: Mapping[str, Any]) -> str | None:
     has = {
         "replicas_to_aggregate": rounds.aggregate,
         "workers": rounds.total,
@@ -273,12 +273,12 @@ def _difference(rounds: Rounds, description: Mapping[str, Any]) -> str | None:
     return None
 
 
-_KIND = register(
-    ResourceKind(
+_KIND = register_type(
+    ResourceType(
         "rounds",
         _make,
         _difference,
         {"leave": _leave, "report": _report, "stay": _stay, "turn": _turn},
-        Rounds.close,
+        TokenQueue.close,
     )
 )

@@ -20,10 +20,10 @@ import numpy as np
 
 import collectives as cc
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
-from strategies.averaging.replicas import Gradients, Optimizers
+from strategies.averaging.replicas import ReplicaGradients, ReplicaOptimizers
 from strategies.cluster.local_devices import CPU, parse_devices, put
 from strategies.core.communication_options import CommunicationOptions
-from strategies.core.process_group import Ranks
+from strategies.core.process_group import ProcessGroup
 from strategies.replicas import context, datasets, reductions, run
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy, ValueContext
@@ -70,7 +70,7 @@ class Strategy:
         soft_placement: bool = False,
     ) -> None:
         kind = type(self).__name__
-        self.ranks = Ranks(comm, options or CommunicationOptions())
+        self.ranks = ProcessGroup(comm, options or CommunicationOptions())
         self.is_placed = devices is not None
 
         def found() -> tuple[str, ...]:
@@ -78,12 +78,12 @@ class Strategy:
                 return CPU
             return parse_devices(devices, kind, soft_placement=soft_placement)
 
-        self.devices = self.ranks.prepared(kind, found)
+        self.devices = self.ranks.run_then_agree(kind, found)
         self.ranks.agree(f"{kind} with {len(self.devices)} devices per process")
         # Who makes variables, of whom one is the chief; in some strategies each computes alone.
         self._everyone = self.ranks
         self._names: set[str] = set()
-        self._optimizers = Optimizers(self)
+        self._optimizers = ReplicaOptimizers(self)
 
     @property
     def num_replicas_in_sync(self) -> int:
@@ -152,9 +152,11 @@ class Strategy:
             )
 
         everyone = self._everyone
-        variable = everyone.prepared(f"variable {chosen}", local)
+        variable = everyone.run_then_agree(f"variable {chosen}", local)
         variable.fill(
-            everyone.together("variable", lambda: everyone.of_chief(variable.components[0]))
+            everyone.raise_together(
+                "variable", lambda: everyone.broadcast_from_chief(variable.components[0])
+            )
         )
         self._names.add(chosen)
         return variable
@@ -216,7 +218,7 @@ class Strategy:
             RuntimeError: called inside a replica.
         """
         require_cross_replica(self, "reduce")
-        return self.ranks.together("reduce", lambda: self._reduce(op, value, axis))
+        return self.ranks.raise_together("reduce", lambda: self._reduce(op, value, axis))
 
     def _reduce(self, op: Any, value: Any, axis: Axis) -> Any:
         chosen = reductions.parse_op(op, "reduce")
@@ -225,7 +227,7 @@ class Strategy:
             values = [select(value, i) for i in range(count)]
             return reductions.reduce(self.ranks, chosen, values, axis)
         if axis is not None or chosen == "mean":
-            return reductions.reduce(Ranks(), chosen, [value], axis)
+            return reductions.reduce(ProcessGroup(), chosen, [value], axis)
         if any(np.any(leaf) for leaf in reductions.arrays_of(value, "reduce")):
             raise ValueError(
                 f"reduce: the value is the same for all {count} replicas of a process, expected "
@@ -254,7 +256,9 @@ class Strategy:
         if count > 1 and not differs(value):
             return value
         values = [select(value, i) for i in range(count)]
-        return self.ranks.together("gather", lambda: reductions.gather(self.ranks, values, axis))
+        return self.ranks.raise_together(
+            "gather", lambda: reductions.gather(self.ranks, values, axis)
+        )
 
     def local_results(self, value: Any) -> tuple[Any, ...]:
         """Return what the replicas of this process have: a value or structure for each.
@@ -294,24 +298,24 @@ class Strategy:
         pairs = list(grads_and_vars)
         if top is not None and top.replica is not None and top.strategy is self:
 
-            def merge(payloads: list[Gradients]) -> list[None]:
+            def merge(payloads: list[ReplicaGradients]) -> list[None]:
                 self._apply(optimizer, payloads)
                 return [None] * len(payloads)
 
-            own = Gradients.of(pairs, examples)
-            top.replica.meet(context.Meeting("apply_gradients", own, merge))
+            own = ReplicaGradients.of(pairs, examples)
+            top.replica.synchronize(context.SyncPoint("apply_gradients", own, merge))
             return
         require_cross_replica(self, "apply_gradients")
 
         def apply() -> None:
             count = range(len(self.devices))
-            replicas = [Gradients.of(select(pairs, i), select(examples, i)) for i in count]
+            replicas = [ReplicaGradients.of(select(pairs, i), select(examples, i)) for i in count]
             self._apply(optimizer, replicas)
 
         with run.selected(self, 0):
-            self.ranks.together("apply_gradients", apply)
+            self.ranks.raise_together("apply_gradients", apply)
 
-    def _apply(self, optimizer: Any, replicas: Sequence[Gradients]) -> None:
+    def _apply(self, optimizer: Any, replicas: Sequence[ReplicaGradients]) -> None:
         """Update by the gradients of this process's replicas; *collective*."""
         self._optimizers.apply(optimizer, replicas)
 
@@ -382,8 +386,10 @@ class Strategy:
             Exception: what `dataset_fn` raised, on all processes.
         """
         part = InputContext(self.ranks.size, self.ranks.rank, self.num_replicas_in_sync)
-        self.ranks.begin()
-        batches = self.ranks.prepared("distribute_datasets_from_function", lambda: dataset_fn(part))
+        self.ranks.start()
+        batches = self.ranks.run_then_agree(
+            "distribute_datasets_from_function", lambda: dataset_fn(part)
+        )
         return self._on_devices(datasets.from_function(batches, self.ranks, len(self.devices)))
 
     def distribute_values_from_function(

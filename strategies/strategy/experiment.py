@@ -14,7 +14,7 @@ from strategies.cluster.spec import ClusterSpec
 from strategies.elastic.preemption import Preemption
 from strategies.errors import DeadlineExceededError
 from strategies.rpc.server import Server
-from strategies.session.evaluation import Evaluator, ScoreNew
+from strategies.session.evaluation import EvaluateCheckpoints, Evaluator
 from strategies.session.hook_base import Hook
 
 __all__ = ["Experiment", "Tasks", "train_and_evaluate"]
@@ -113,7 +113,7 @@ class Experiment(Generic[B, R]):
             else:
                 evaluator = self._evaluator(built)
                 if evaluator is not None and not cluster.ranks_of("evaluator"):
-                    hooks.append(ScoreNew(evaluator))
+                    hooks.append(EvaluateCheckpoints(evaluator))
                 return self._train(tasks, built)
             return None
 

@@ -29,11 +29,11 @@ from torch import distributed
 
 import collectives as cc
 from strategies.torch import messages, moves
-from strategies.torch.buckets import Buckets, is_bucket, tells_new_buckets
-from strategies.torch.line import Line
+from strategies.torch.buckets import DdpBuckets, is_ddp_bucket, starts_rebuild
+from strategies.torch.line import WorkQueue
 from strategies.torch.moves import reduction
-from strategies.torch.rendezvous import limit_of
-from strategies.torch.work import DONE, Done, Pending, keep_join_works, translated
+from strategies.torch.rendezvous import timeout_seconds
+from strategies.torch.work import DONE, CompletedWork, PendingWork, keep_join_works, translated
 
 __all__ = ["UnisonoGroup", "create"]
 
@@ -89,7 +89,7 @@ def create(options: Any) -> UnisonoGroup:
         )
     keep_join_works()
     tag = zlib.crc32(str(options.group_id).encode()) % _TAGS
-    limit = limit_of(options.timeout, whole)
+    limit = timeout_seconds(options.timeout, whole)
     try:
         comm = whole.group(ranks, tag=tag)
         assert comm is not None
@@ -117,8 +117,8 @@ class UnisonoGroup(distributed.ProcessGroup):
         self.comm = comm
         self._store = store
         self._limit = limit
-        self._line = Line()
-        self._buckets = Buckets(comm) if comm.size > 1 and comm.num_nodes == 1 else None
+        self._line = WorkQueue()
+        self._buckets = DdpBuckets(comm) if comm.size > 1 and comm.num_nodes == 1 else None
         self._name = self._description = ""
         try:
             comm.transport.check_threads("asynchronous operation")
@@ -173,9 +173,9 @@ class UnisonoGroup(distributed.ProcessGroup):
         how = reduction(opts.reduceOp)
         run = partial(moves.allreduce, self.comm, tensors, how, self._limit)
         if not opts.asyncOp:
-            self._line.now(run)
+            self._line.run(run)
             return DONE
-        if is_bucket(tensors[0], sys._getframe(1)):
+        if is_ddp_bucket(tensors[0], sys._getframe(1)):
             return self._reduce_bucket(tensors[0], how)
         return self._start("allreduce", run, opts, tensors)
 
@@ -186,7 +186,7 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Give every rank the root's tensor."""
-        if self._buckets is not None and tells_new_buckets(sys._getframe(1)):
+        if self._buckets is not None and starts_rebuild(sys._getframe(1)):
             self._buckets.expect(tensors[0].numel())
         run = partial(moves.broadcast, self.comm, tensors[0], opts.rootRank, self._limit)
         return self._start("broadcast", run, opts, tensors)
@@ -285,12 +285,12 @@ class UnisonoGroup(distributed.ProcessGroup):
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> distributed.Work:
         """Start sending a tensor to another rank."""
         message = self._message("send", tensors[0], dest, tag)
-        return Pending(message, "send", tensors)
+        return PendingWork(message, "send", tensors)
 
     def recv(self, tensors: Tensors, source: int | None, tag: int = 0) -> distributed.Work:
         """Start receiving a tensor from another rank."""
         message = self._message("recv", tensors[0], source, tag)
-        return Pending(message, "recv", tensors)
+        return PendingWork(message, "recv", tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> distributed.Work:
         """Start receiving a tensor from whichever rank sends one."""
@@ -321,7 +321,7 @@ class UnisonoGroup(distributed.ProcessGroup):
                 node all that are missing, else those whose messages are.
         """
         limit = self._limit if timeout is None else timeout.total_seconds()
-        self._line.now(partial(self.comm.barrier, timeout=limit))
+        self._line.run(partial(self.comm.barrier, timeout=limit))
 
     # As older programs call them.
     _allgather_base = all_gather_single
@@ -356,22 +356,22 @@ class UnisonoGroup(distributed.ProcessGroup):
     ) -> distributed.Work:
         """Carry out an operation, or let it be carried out."""
         if not opts.asyncOp:
-            self._line.now(run)
+            self._line.run(run)
             return DONE
         if self._threads:
-            return Pending(self._line.later(run), operation, results)
-        self._line.now(run)
-        return Done(results)
+            return PendingWork(self._line.submit(run), operation, results)
+        self._line.run(run)
+        return CompletedWork(results)
 
     def _reduce_bucket(
         self, tensor: torch.Tensor, how: moves.Reduction, codec: cc.Compression = cc.NONE
     ) -> distributed.Work:
         """Reduce a bucket of DDP."""
         if self._buckets is not None and not tensor.is_sparse:
-            self._line.now(partial(self._buckets.allreduce, tensor, how, self._limit, codec))
-            return Done([tensor])
+            self._line.run(partial(self._buckets.allreduce, tensor, how, self._limit, codec))
+            return CompletedWork([tensor])
         run = partial(moves.allreduce, self.comm, [tensor], how, self._limit, codec)
         if not self._threads:
-            self._line.now(run)
-            return Done([tensor])
-        return Pending(self._line.later(run), "allreduce", [tensor])
+            self._line.run(run)
+            return CompletedWork([tensor])
+        return PendingWork(self._line.submit(run), "allreduce", [tensor])

@@ -25,13 +25,13 @@ from strategies.averaging.alike import checksum
 from strategies.averaging.averaging import Averaging
 from strategies.averaging.overlap import Overlap
 
-__all__ = ["Backward"]
+__all__ = ["GradientHooks"]
 
 # By which name errors call what users make; as in `distributed_optimizer`.
 _KNOWN_AS = {"Backward": "DistributedOptimizer"}
 
 
-class Backward:
+class GradientHooks:
     """Counts the backward passes of some parameters.
 
     Args:
@@ -45,7 +45,7 @@ class Backward:
         self._hooks: list[Any] = []
         weakref.finalize(self, _remove, self._hooks).atexit = False
         self._counts: dict[int, int] = {}  # position of a parameter -> its passes
-        self._given: dict[int, _Given] = {}  # the same -> what was reduced
+        self._given: dict[int, _ReducedGradient] = {}  # the same -> what was reduced
 
     @property
     def passes(self) -> int:
@@ -68,7 +68,7 @@ class Backward:
                 for i, parameter in trained
             ]
 
-    def taken(self, parameters: Sequence[torch.Tensor] = ()) -> list[int]:
+    def claimed(self, parameters: Sequence[torch.Tensor] = ()) -> list[int]:
         """Begin to count anew; returns which gradients are as they were when they were reduced."""
         given = dict(self._given) if parameters else {}
         self._counts.clear()
@@ -79,12 +79,12 @@ class Backward:
             if i < len(parameters) and what.is_still(parameters[i].grad)
         ]
 
-    def rescue(self, parameters: Sequence[torch.Tensor]) -> None:
+    def restore(self, parameters: Sequence[torch.Tensor]) -> None:
         """Move gradients that no pass has touched out of the place where results will be."""
         overlap = self._averaging.overlap
         if overlap is not None:
             for i, parameter in enumerate(parameters):
-                _moved(overlap, i, parameter)
+                _move_out(overlap, i, parameter)
 
     def close(self) -> None:
         """Stop counting."""
@@ -96,20 +96,20 @@ class Backward:
         overlap = self._averaging.overlap
         if count < self._averaging.rule.backward_passes_per_step:
             return
-        if overlap is not None and overlap.expects(position):
-            gradient = _moved(overlap, position, parameter)
+        if overlap is not None and overlap.is_prepared(position):
+            gradient = _move_out(overlap, position, parameter)
             assert gradient is not None
-            self._given[position] = _Given.of(gradient)
+            self._given[position] = _ReducedGradient.of(gradient)
             if gradient.is_sparse:  # which goes by rows, unless it is to be made dense
                 dense = self._averaging.rule.sparse_as_dense
                 overlap.ready(position, gradient.to_dense() if dense else None)
             else:
                 overlap.ready(position, gradient)
         elif overlap is None and self._averaging.rule.backward_passes_per_step == 1:
-            _lay(self._averaging.places.get(position), parameter)
+            _write_to_bucket(self._averaging.places.get(position), parameter)
 
 
-def _ready(weak: weakref.ref[Backward], position: int, parameter: torch.Tensor) -> None:
+def _ready(weak: weakref.ref[GradientHooks], position: int, parameter: torch.Tensor) -> None:
     backward = weak()
     if backward is not None:
         backward.ready(position, parameter)
@@ -121,7 +121,7 @@ def _remove(hooks: list[Any]) -> None:
     hooks.clear()
 
 
-class _Given(NamedTuple):
+class _ReducedGradient(NamedTuple):
     """A gradient as it was when it was reduced."""
 
     gradient: torch.Tensor
@@ -129,7 +129,7 @@ class _Given(NamedTuple):
     checksums: list[str]
 
     @classmethod
-    def of(cls, gradient: torch.Tensor) -> _Given:
+    def of(cls, gradient: torch.Tensor) -> _ReducedGradient:
         return cls(gradient, gradient._version, _checksums(gradient))
 
     def is_still(self, gradient: torch.Tensor | None) -> bool:
@@ -138,7 +138,7 @@ class _Given(NamedTuple):
         return _checksums(gradient) == self.checksums
 
 
-def _lay(place: torch.Tensor | None, parameter: torch.Tensor) -> None:
+def _write_to_bucket(place: torch.Tensor | None, parameter: torch.Tensor) -> None:
     """Write the gradient to its place, while it is in the caches, and let it be seen there.
 
     The memory that it came in serves the next one: a step that frees its gradients together clears
@@ -159,10 +159,10 @@ def _checksums(gradient: torch.Tensor) -> list[str]:
     return [checksum(gradient)]
 
 
-def _moved(overlap: Overlap, position: int, parameter: torch.Tensor) -> torch.Tensor | None:
+def _move_out(overlap: Overlap, position: int, parameter: torch.Tensor) -> torch.Tensor | None:
     """Return the gradient, which must not be lost, out of the place where the result will be."""
     gradient = parameter.grad
     dense = None if gradient is None or gradient.is_sparse else gradient
-    if dense is not None and overlap.lies_in_place(position, dense):
+    if dense is not None and overlap.in_bucket(position, dense):
         parameter.grad = gradient = dense.clone()
     return gradient

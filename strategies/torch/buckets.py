@@ -30,14 +30,14 @@ from strategies.torch import moves
 from strategies.torch.moves import Reduction
 from strategies.torch.tensors import Array
 
-__all__ = ["Buckets", "is_bucket", "tells_new_buckets"]
+__all__ = ["DdpBuckets", "is_ddp_bucket", "starts_rebuild"]
 
 # Where DDP makes its last buckets, which C++ does: in a forward pass, or in that of a rank that has
 # no more data.
 _DDP, _REBUILD = "torch.nn.parallel.distributed", ("_pre_forward", "main_hook")
 
 
-class _Region:
+class _SharedRegion:
     """Shared memory for one bucket, and for another one of its size when that is gone."""
 
     def __init__(self, memory: Array) -> None:
@@ -48,7 +48,7 @@ class _Region:
         self.is_free = True
 
 
-class Buckets:
+class DdpBuckets:
     """The buckets that come to one process group.
 
     Args:
@@ -57,7 +57,7 @@ class Buckets:
 
     def __init__(self, comm: cc.Communicator) -> None:
         self._comm = comm
-        self._regions: list[_Region] = []
+        self._regions: list[_SharedRegion] = []
         self._announced = 0  # buckets that will come, and stay
         # Storages that have come once; those that stay, and were moved if all ranks could.
         self._once: weakref.WeakSet[Any] = weakref.WeakSet()
@@ -98,7 +98,7 @@ class Buckets:
             storage._swap_data_ptr_(shared.untyped_storage())
             weakref.finalize(storage, region.free)
 
-    def _region(self, nbytes: int, limit: float) -> _Region:
+    def _region(self, nbytes: int, limit: float) -> _SharedRegion:
         """Return shared memory that no rank uses any more, or new."""
         usable = [
             number
@@ -110,7 +110,7 @@ class Buckets:
             if all(number in numbers for numbers in everyones):
                 self._regions[number].is_free = False
                 return self._regions[number]
-        made = _Region(self._comm.shared_empty(nbytes, np.uint8, timeout=limit))
+        made = _SharedRegion(self._comm.shared_empty(nbytes, np.uint8, timeout=limit))
         self._regions.append(made)
         return made
 
@@ -127,7 +127,7 @@ def _can_swap() -> bool:
         return False
 
 
-def is_bucket(tensor: torch.Tensor, frame: FrameType) -> bool:
+def is_ddp_bucket(tensor: torch.Tensor, frame: FrameType) -> bool:
     """Tell whether this is a bucket of DDP, or the sparse gradient that is one by itself.
 
     Of DDP's reducer, which C++ calls, the engine of autograd is the caller; it also is of an
@@ -140,7 +140,7 @@ def is_bucket(tensor: torch.Tensor, frame: FrameType) -> bool:
     return bool(tensor.dim() == 1 and tensor.nbytes == tensor.untyped_storage().nbytes())
 
 
-def tells_new_buckets(frame: FrameType) -> bool:
+def starts_rebuild(frame: FrameType) -> bool:
     """Tell whether this calls a broadcast by which DDP says what its last buckets are.
 
     Before the second forward pass rank 0 tells the order of the parameters, and then the size of

@@ -29,13 +29,13 @@ from torch import distributed
 import collectives as cc
 from strategies.torch.work import translated
 
-__all__ = ["Line", "Operation"]
+__all__ = ["WorkQueue", "QueuedOperation"]
 
 # Seconds that the end of the program waits for what is in line.
 _DRAIN = 5.0
 
 
-class Operation:
+class QueuedOperation:
     """An operation in line; a `strategies.torch.work.Job`.
 
     Args:
@@ -45,7 +45,7 @@ class Operation:
 
     source = -1
 
-    def __init__(self, line: Line, run: Callable[[], Any]) -> None:
+    def __init__(self, line: WorkQueue, run: Callable[[], Any]) -> None:
         self._line = line
         self._run: Callable[[], Any] | None = run
         self._called_here = cc.calls_from_here()  # whichever thread carries it out
@@ -61,7 +61,7 @@ class Operation:
     def finish(self, timeout: float | None) -> bool:
         """Wait until it is over, or carry it out; tells whether it is over."""
         if timeout is None and not self._over.is_set():
-            self._line.help(self)
+            self._line.run_in_caller(self)
         return self._over.wait(timeout)
 
     def call_back(self, function: Callable[[], Any]) -> None:
@@ -90,19 +90,19 @@ class Operation:
             function()
 
 
-class Line:
+class WorkQueue:
     """Where the operations of one process group stand in line."""
 
     def __init__(self) -> None:
         self._process = os.getpid()
         self._turn = threading.Lock()  # held by the thread that carries something out
         self._runner = 0  # its number, where that is from the line
-        self._jobs: deque[Operation] = deque()  # the first one may be under way
+        self._jobs: deque[QueuedOperation] = deque()  # the first one may be under way
         self._changed = threading.Condition()
         self._thread: threading.Thread | None = None
         self._closed = False
 
-    def now(self, run: Callable[[], Any]) -> None:
+    def run(self, run: Callable[[], Any]) -> None:
         """Carry out an operation after those in line; returns when it is complete.
 
         Raises:
@@ -119,15 +119,15 @@ class Line:
         elif self._runner == threading.get_ident():  # a callback of the line's own
             run()
         else:
-            operation = self.later(run)
+            operation = self.submit(run)
             operation.finish(None)
             if operation.error is not None:
                 raise operation.error
 
-    def later(self, run: Callable[[], Any]) -> Operation:
+    def submit(self, run: Callable[[], Any]) -> QueuedOperation:
         """Put an operation in line, and return at once."""
         self._check_process()
-        operation = Operation(self, run)
+        operation = QueuedOperation(self, run)
         if self._runner == threading.get_ident():
             operation.carry_out()
             return operation
@@ -144,7 +144,7 @@ class Line:
             self._changed.notify()
         return operation
 
-    def help(self, last: Operation) -> None:
+    def run_in_caller(self, last: QueuedOperation) -> None:
         """Carry out what is in line up to this operation, unless another thread is about it."""
         if self._runner != threading.get_ident() and self._turn.acquire(blocking=False):
             try:
@@ -177,7 +177,7 @@ class Line:
             with self._turn:
                 self._carry_out(None)
 
-    def _carry_out(self, last: Operation | None) -> None:
+    def _carry_out(self, last: QueuedOperation | None) -> None:
         """Carry out what is in line; the caller has the turn."""
         self._runner = threading.get_ident()
         try:
@@ -188,7 +188,7 @@ class Line:
             self._runner = 0
 
 
-_started: weakref.WeakSet[Line] = weakref.WeakSet()
+_started: weakref.WeakSet[WorkQueue] = weakref.WeakSet()
 
 
 @atexit.register

@@ -9,7 +9,7 @@ from typing import Any
 import torch
 
 import collectives as cc
-from strategies.torch.tensors import lend
+from strategies.torch.tensors import borrow
 from strategies.torch.work import translated
 
 __all__ = ["MessageWork", "receive", "send"]
@@ -68,7 +68,7 @@ def send(
     comm: cc.Communicator, tensor: torch.Tensor, dest: int, tag: int, limit: float
 ) -> MessageWork:
     """Start sending a tensor, which must not change before it has arrived."""
-    array, _ = lend(tensor)
+    array, _ = borrow(tensor)
     return MessageWork(comm.isend(array.reshape(-1), dest, tag=tag, timeout=limit))
 
 
@@ -76,6 +76,6 @@ def receive(
     comm: cc.Communicator, tensor: torch.Tensor, source: int | None, tag: int, limit: float
 ) -> MessageWork:
     """Start receiving a tensor; None for whichever rank sends one."""
-    array, write = lend(tensor)
+    array, write = borrow(tensor)
     into = array.reshape(-1)
     return MessageWork(comm.irecv(source, tag=tag, out=into, timeout=limit), write)

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from strategies.averaging.alike import checksum
-from strategies.torch.backward import Backward
+from strategies.torch.backward import GradientHooks
 from strategies.torch.parameters import parameters_of
 
 __all__ = ["MethodGuard"]
@@ -31,7 +31,7 @@ class MethodGuard:
         backward: its backward passes since the last average.
     """
 
-    def __init__(self, optimizer: torch.optim.Optimizer, backward: Backward) -> None:
+    def __init__(self, optimizer: torch.optim.Optimizer, backward: GradientHooks) -> None:
         self._optimizer = optimizer
         self._backward = backward
         self._harmless: set[str] = set()  # methods that left the parameters alone

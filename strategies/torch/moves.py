@@ -17,7 +17,14 @@ import torch
 from torch.distributed import ReduceOp
 
 import collectives as cc
-from strategies.torch.tensors import Array, has_arithmetic, is_plain, lend, plain, shown
+from strategies.torch.tensors import (
+    Array,
+    as_numpy,
+    borrow,
+    contiguous_view,
+    has_arithmetic,
+    is_contiguous_host,
+)
 
 __all__ = [
     "MEAN",
@@ -118,7 +125,7 @@ def _allreduce_together(
     lent = [_lend(comm, tensor, adds=True) for tensor in tensors]
     by_op: dict[Any, list[tuple[Array, Array]]] = {}
     for array, _ in lent:
-        op, sent = _prepared(array, how)
+        op, sent = _prepare(array, how)
         by_op.setdefault(op, []).append((sent, array))
     for op, pairs in by_op.items():
         sent_arrays, arrays = zip(*pairs, strict=True)
@@ -134,7 +141,7 @@ def _allreduce_rows(
     """Reduce a sparse tensor in place: the result has the elements that any rank has."""
     own = tensor.detach().coalesce()
     sizes = tuple(own.shape[: own.sparse_dim()])
-    values, _ = lend(own.values())
+    values, _ = borrow(own.values())
     if how.factor is not None:
         values = values * np.asarray(how.factor, values.dtype)
     where = np.ravel_multi_index(tuple(own.indices().cpu().numpy()), sizes)
@@ -142,7 +149,7 @@ def _allreduce_rows(
         where, values, num_rows=math.prod(sizes), op=how.op, timeout=limit
     )
     result = torch.empty(rows.shape, dtype=own.dtype)
-    shown(result)[...] = rows
+    as_numpy(result)[...] = rows
     indices = torch.from_numpy(np.stack(np.unravel_index(found, sizes)))
     with torch.no_grad():
         tensor.copy_(torch.sparse_coo_tensor(indices, result, own.shape, check_invariants=False))
@@ -173,7 +180,7 @@ def reduce(
 ) -> None:
     """Replace the root's tensor by the reduction of all."""
     array, write = _lend(comm, tensor, adds=True)
-    op, sent = _prepared(array, how)
+    op, sent = _prepare(array, how)
     comm.reduce(sent, root, op=op, out=array if comm.rank == root else None, timeout=limit)
     if write is not None and comm.rank == root:
         write()
@@ -234,7 +241,7 @@ def reduce_scatter(
     if sizes is None and joined.size % comm.size:
         sizes = [joined.size // comm.size] * comm.size  # refused: the others hear of it
     own = _memory([output])
-    op, sent = _prepared(joined, how)
+    op, sent = _prepare(joined, how)
     share = comm.reduce_scatter(sent, op=op, out=own, counts=sizes, timeout=limit)
     if own is None:
         _fill("reduce_scatter", [output], share)
@@ -248,7 +255,7 @@ def reduce_scatter_each(
 ) -> None:
     """Do this for several tensors and their outputs."""
     arrays = [_lend(comm, tensor, adds=True)[0].reshape(-1) for _, tensor in pairs]
-    prepared = [_prepared(array, how) for array in arrays]
+    prepared = [_prepare(array, how) for array in arrays]
     ops = {op for op, _ in prepared}
     even = all(array.size % comm.size == 0 for array in arrays)
     if comm.num_nodes > 1 and even and len(ops) == 1:
@@ -293,17 +300,17 @@ def _lend(
     comm: cc.Communicator, tensor: torch.Tensor, *, adds: bool = False
 ) -> tuple[Array, Callable[[], Any] | None]:
     """Return a tensor's elements and what writes them back, or let all ranks refuse it."""
-    array = plain(tensor)
+    array = contiguous_view(tensor)
     if array is not None:
         return array, None
     if tensor.layout is not torch.strided or tensor.is_meta:
         comm.allreduce(tensor)  # raises, and the others hear of it
     if adds and not has_arithmetic(tensor.dtype):
         comm.allreduce(tensor.detach())
-    return lend(tensor)
+    return borrow(tensor)
 
 
-def _prepared(array: Array, how: Reduction) -> tuple[Any, Array]:
+def _prepare(array: Array, how: Reduction) -> tuple[Any, Array]:
     """Return the op for an array of such numbers, and what is to be combined."""
     instead = _INSTEAD.get(array.dtype.kind)
     op = how.op if instead is None else instead.get(how.op, how.op)
@@ -318,7 +325,7 @@ def _reduce(
     out: Array | None = None, codec: cc.Compression = cc.NONE,
 ) -> Array:  # fmt: skip
     """Return the reduction of the arrays of all ranks."""
-    op, sent = _prepared(array, how)
+    op, sent = _prepare(array, how)
     reduced: Array = comm.allreduce(sent, op=op, out=out, compression=codec, timeout=limit)
     return reduced
 
@@ -326,8 +333,8 @@ def _reduce(
 def _memory(outputs: Tensors) -> Array | None:
     """Return the memory of a single output where an operation can write, else None."""
     output = outputs[0]
-    if len(outputs) == 1 and is_plain(output):
-        return shown(output).reshape(-1)
+    if len(outputs) == 1 and is_contiguous_host(output):
+        return as_numpy(output).reshape(-1)
     return None
 
 
@@ -341,7 +348,7 @@ def _fill(operation: str, outputs: Tensors, elements: Array) -> None:
             f"{ends[-1] if ends else 0}"
         )
     for output, end in zip(outputs, ends, strict=True):
-        array, write = lend(output)
+        array, write = borrow(output)
         if array.dtype != elements.dtype:
             raise ValueError(
                 f"{operation}: an output has another dtype, expected {elements.dtype}, got "

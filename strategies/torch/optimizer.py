@@ -26,14 +26,14 @@ import torch
 
 import collectives as cc
 from strategies.averaging.averaging import Averaging
-from strategies.averaging.leaf import Leaf
+from strategies.averaging.leaf import ParameterSpec
 from strategies.averaging.optimizer import identity
-from strategies.averaging.passes import Contribution, Passes
-from strategies.averaging.rule import Rule
+from strategies.averaging.passes import GradientAccumulator, LocalGradient
+from strategies.averaging.rule import AveragingOptions
 from strategies.core import agreement
 from strategies.core.sparse import Rows
 from strategies.replicas.context import require_one_replica
-from strategies.torch.backward import Backward
+from strategies.torch.backward import GradientHooks
 from strategies.torch.method_guard import MethodGuard
 from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of, settings_of
 
@@ -50,7 +50,7 @@ __all__ = ["TorchOptimizer"]
 _KNOWN_AS = {"TorchOptimizer": "DistributedOptimizer"}
 
 
-class _Held(enum.Enum):
+class GradState(enum.Enum):
     """What `.grad` holds."""
 
     OWN = "the gradients of this rank since the last update"
@@ -92,7 +92,11 @@ class TorchOptimizer(_Optimizer):
     state: Any
 
     def __init__(
-        self, optimizer: torch.optim.Optimizer, names: Names, comm: cc.Communicator, rule: Rule
+        self,
+        optimizer: torch.optim.Optimizer,
+        names: Names,
+        comm: cc.Communicator,
+        rule: AveragingOptions,
     ) -> None:
         self.optimizer = optimizer
         self.comm = comm
@@ -101,26 +105,26 @@ class TorchOptimizer(_Optimizer):
         state = functools.partial(facts_of_optimizer, optimizer, self._names)
         settings = functools.partial(settings_of, optimizer)
         self._averaging = Averaging(comm, rule, settings, state, one_by_one=True)
-        self._passes = Passes(rule.backward_passes_per_step)
+        self._passes = GradientAccumulator(rule.backward_passes_per_step)
         self._made_dense: set[int] = set()  # positions of parameters, since the last average
-        self._backward = Backward(self._averaging)
+        self._backward = GradientHooks(self._averaging)
         self._method_guard = MethodGuard(optimizer, self._backward)
         # Leaves are made anew for other parameters; these are kept, so that an id stays theirs.
         self._known: list[tuple[int, torch.dtype]] = []
         self._kept: list[torch.Tensor] = []
-        self._leaves: list[Leaf] = []
-        self._held = _Held.OWN
+        self._leaves: list[ParameterSpec] = []
+        self._held = GradState.OWN
         parameters = parameters_of(optimizer)
         self._backward.watch(parameters)
         if self._averaging.overlaps:
             trained = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
-            self._averaging.expect(self._leaves_of(parameters), trained)
+            self._averaging.prepare(self._leaves_of(parameters), trained)
 
     def __getattr__(self, name: str) -> Any:
         if name == "optimizer":  # not yet there, as in a copy that is being made
             raise AttributeError(name)
         if name == "param_groups":
-            self._held = _Held.AVERAGED if self._held is _Held.ASKED else self._held
+            self._held = GradState.AVERAGED if self._held is GradState.ASKED else self._held
         found = getattr(self.optimizer, name)
         return self._method_guard.guard(name, found) if inspect.ismethod(found) else found
 
@@ -159,7 +163,7 @@ class TorchOptimizer(_Optimizer):
         require_one_replica("step")
         if closure is not None:
             return self._step_with(closure, examples)
-        if self._held is _Held.ASKED:
+        if self._held is GradState.ASKED:
             self._forget()
             raise ValueError(
                 "step: the scaler has unscaled gradients before they were averaged; call "
@@ -168,7 +172,7 @@ class TorchOptimizer(_Optimizer):
         if self._gather(examples):
             self._clip()
             self.optimizer.step()
-        self._held = _Held.OWN
+        self._held = GradState.OWN
         return None
 
     def synchronize(self, *, examples: float | None = None) -> bool:
@@ -199,8 +203,8 @@ class TorchOptimizer(_Optimizer):
             MismatchError: ranks differ in the number; on all ranks.
         """
 
-        def prepare() -> tuple[Rule, list[str]]:
-            if self._backward.passes or self._held is not _Held.OWN:
+        def prepare() -> tuple[AveragingOptions, list[str]]:
+            if self._backward.passes or self._held is not GradState.OWN:
                 raise ValueError("set_backward_passes_per_step: expected this right after a step")
             rule = dataclasses.replace(self._rule, backward_passes_per_step=passes)
             rule.check()
@@ -208,7 +212,7 @@ class TorchOptimizer(_Optimizer):
 
         self._rule = agreement.compare(self.comm, "set_backward_passes_per_step", prepare)
         self._averaging.rule = self._rule
-        self._passes = Passes(passes)
+        self._passes = GradientAccumulator(passes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
         """Forget the gradients since the last step.
@@ -236,7 +240,7 @@ class TorchOptimizer(_Optimizer):
     def close(self) -> None:
         """Release the buckets and stop counting backward passes; *collective*."""
         self._backward.close()
-        self._backward.rescue(parameters_of(self.optimizer))
+        self._backward.restore(parameters_of(self.optimizer))
         self._averaging.close()
 
     def move(self, comm: cc.Communicator) -> None:
@@ -245,7 +249,7 @@ class TorchOptimizer(_Optimizer):
         For ranks that have outlived others: what the old communicator held is let go.
         """
         self._backward.close()
-        self._backward.rescue(parameters_of(self.optimizer))
+        self._backward.restore(parameters_of(self.optimizer))
         self.__init__(self.optimizer, self._names, comm, self._rule)  # type: ignore[misc]
         self.optimizer.zero_grad(set_to_none=True)
 
@@ -261,17 +265,17 @@ class TorchOptimizer(_Optimizer):
                     f"step: with backward_passes_per_step={k} call scaler.step once after {k} "
                     "backward passes"
                 )
-            self._held = _Held.ASKED
+            self._held = GradState.ASKED
         return False
 
     @property
     def _averaged(self) -> bool:
-        return self._held in (_Held.AVERAGED, _Held.ASKED)
+        return self._held in (GradState.AVERAGED, GradState.ASKED)
 
     def _gather(self, examples: float | None, error: Exception | None = None) -> bool:
         """Average the gradients if there were enough passes; tells whether they are averages."""
         fresh = self._backward.passes
-        if not fresh and self._held is not _Held.OWN:
+        if not fresh and self._held is not GradState.OWN:
             if examples is not None and self._averaged:
                 raise ValueError(
                     "step: the gradients are averaged already, expected examples= as an argument "
@@ -279,9 +283,9 @@ class TorchOptimizer(_Optimizer):
                 )
             return self._averaged
         parameters = parameters_of(self.optimizer)
-        unchanged = self._backward.taken(parameters)
+        unchanged = self._backward.claimed(parameters)
         self._backward.watch(parameters)  # they may have been frozen, or thawed
-        self._backward.rescue(parameters)
+        self._backward.restore(parameters)
         gradients, refusal = self._gradients(parameters)
         error = error or refusal
         whole = self._passes.add(
@@ -289,11 +293,11 @@ class TorchOptimizer(_Optimizer):
             complete=self._rule.partial_steps,
         )  # fmt: skip
         if whole is None:
-            self._held = _Held.ADDED
+            self._held = GradState.ADDED
             for parameter in parameters:
                 parameter.grad = None
         else:
-            self._held = _Held.AVERAGED
+            self._held = GradState.AVERAGED
             whole = whole._replace(made_dense=frozenset(self._made_dense))
             self._made_dense.clear()
             self._average(parameters, whole, unchanged)
@@ -320,7 +324,7 @@ class TorchOptimizer(_Optimizer):
             return [None] * len(gradients), error
 
     def _average(
-        self, parameters: Sequence[torch.Tensor], whole: Contribution, unchanged: Sequence[int]
+        self, parameters: Sequence[torch.Tensor], whole: LocalGradient, unchanged: Sequence[int]
     ) -> None:
         try:
             results = self._averaging.average(self._leaves_of(parameters), whole, unchanged)
@@ -332,10 +336,10 @@ class TorchOptimizer(_Optimizer):
         for parameter, result in zip(parameters, results, strict=True):
             parameter.grad = _sparse(result, parameter) if isinstance(result, Rows) else result
 
-    def _leaves_of(self, parameters: Sequence[torch.Tensor]) -> list[Leaf]:
+    def _leaves_of(self, parameters: Sequence[torch.Tensor]) -> list[ParameterSpec]:
         known = [(id(parameter), parameter.dtype) for parameter in parameters]
         if known != self._known:
-            self._leaves = [Leaf.of(self._name(p), p.detach()) for p in parameters]
+            self._leaves = [ParameterSpec.of(self._name(p), p.detach()) for p in parameters]
             self._known, self._kept = known, list(parameters)
         return self._leaves
 
@@ -355,7 +359,7 @@ class TorchOptimizer(_Optimizer):
                 loss = closure()
             except Exception as caught:
                 error = caught
-            self._held = _Held.OWN
+            self._held = GradState.OWN
             self._gather(examples, error)
             self._clip()
             if loss is None:
@@ -366,11 +370,11 @@ class TorchOptimizer(_Optimizer):
         try:
             return self.optimizer.step(averaged)
         finally:
-            self._held = _Held.OWN
+            self._held = GradState.OWN
 
     def _forget(self) -> None:
-        self._backward.taken()
-        self._held = _Held.OWN
+        self._backward.claimed()
+        self._held = GradState.OWN
 
     def _name(self, parameter: torch.Tensor) -> str:
         name: str = self._names.setdefault(parameter, f"parameter {len(self._names)}")

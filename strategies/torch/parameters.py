@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from strategies.averaging.alike import Fact, facts_of_state
-from strategies.averaging.leaf import Leaf
+from strategies.averaging.alike import Fingerprint, fingerprints_of_state
+from strategies.averaging.leaf import ParameterSpec
 
 __all__ = ["Names", "described", "facts_of_optimizer", "names_of", "parameters_of", "settings_of"]
 
@@ -75,7 +75,7 @@ def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Names:
 
 def described(optimizer: torch.optim.Optimizer, names: Names) -> list[str]:
     """Say what must be equal on all ranks: kind, and name, shape and dtype of each parameter."""
-    lines = [str(Leaf.of(names[p], p)) for p in parameters_of(optimizer)]
+    lines = [str(ParameterSpec.of(names[p], p)) for p in parameters_of(optimizer)]
     return [f"kind {type(optimizer).__module__}.{type(optimizer).__qualname__}", *lines]
 
 
@@ -97,7 +97,7 @@ def _of_group(name: str, number: int) -> str:
     return f"{name} of group {number}"
 
 
-def facts_of_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> list[Fact]:
+def facts_of_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> list[Fingerprint]:
     """Describe the state of an optimizer, by the names of its parameters."""
     states = {names.get(p, "unnamed"): optimizer.state.get(p) for p in parameters_of(optimizer)}
-    return facts_of_state(states)
+    return fingerprints_of_state(states)

@@ -21,7 +21,7 @@ from torch.distributed.constants import default_pg_timeout
 import collectives as cc
 from strategies.torch.work import translated
 
-__all__ = ["addresses", "limit_of", "rendezvous"]
+__all__ = ["addresses", "timeout_seconds", "rendezvous"]
 
 # Seconds in which an address of another machine answers, or is left for the next one. On rank 0's
 # own machine there is no next one: where jobs crowd the cores its store has taken more than that.
@@ -36,7 +36,7 @@ _SIOCGIFADDR = 0x8915
 _IPV6, _GLOBAL = Path("/proc/net/if_inet6"), "00"
 
 
-class _Place(NamedTuple):
+class StoreAddress(NamedTuple):
     """Where rank 0 serves the store."""
 
     node: int
@@ -76,7 +76,7 @@ def _check(url: str, comm: cc.Communicator, timeout: timedelta) -> None:
     named |= parse_qsl(urlsplit(url).query)
     rank, size = named["rank"] or str(comm.rank), named["world_size"] or str(comm.size)
     wrong = None if (rank, size) == (str(comm.rank), str(comm.size)) else f"rank {rank} of {size}"
-    all_wrong = comm.allgather_object(wrong, timeout=limit_of(timeout, comm))
+    all_wrong = comm.allgather_object(wrong, timeout=timeout_seconds(timeout, comm))
     if any(all_wrong):
         number = next(number for number, text in enumerate(all_wrong) if text)
         count = size if comm.size == 1 else comm.size
@@ -88,7 +88,7 @@ def _check(url: str, comm: cc.Communicator, timeout: timedelta) -> None:
         )
 
 
-def limit_of(timeout: timedelta, comm: cc.Communicator) -> float:
+def timeout_seconds(timeout: timedelta, comm: cc.Communicator) -> float:
     """Return the seconds for a program's `timeout`: `UNISONO_TIMEOUT` where it has not named one.
 
     PyTorch tells its own 30 minutes then.
@@ -123,9 +123,9 @@ def _store(comm: cc.Communicator, timeout: timedelta) -> distributed.Store:
     Raises:
         LaunchError: a rank cannot reach rank 0; on all ranks.
     """
-    limit = limit_of(timeout, comm)
+    limit = timeout_seconds(timeout, comm)
     store: distributed.TCPStore | None = None
-    place: _Place | None = None
+    place: StoreAddress | None = None
     error: str | None = None
     if comm.rank == 0:
         try:
@@ -134,7 +134,7 @@ def _store(comm: cc.Communicator, timeout: timedelta) -> distributed.Store:
             )
             store.set(_KEY, secret := secrets.token_hex(8))
             hosts = addresses() if comm.num_nodes > 1 else []
-            place = _Place(comm.node_rank, hosts, store.port, secret)
+            place = StoreAddress(comm.node_rank, hosts, store.port, secret)
         except (OSError, RuntimeError) as caught:
             error = str(caught)
     place = comm.broadcast_object(place, timeout=limit)
@@ -142,7 +142,7 @@ def _store(comm: cc.Communicator, timeout: timedelta) -> distributed.Store:
         apart = place.node != comm.node_rank
         hosts = [*place.hosts, "localhost"] if apart else ["localhost"]
         wait = min(_CONNECT, limit) if apart else limit / 3
-        store, error = _joined(hosts, place, comm.size, timeout, wait)
+        store, error = _join(hosts, place, comm.size, timeout, wait)
     # Who goes on before others have come may end, and its store with it.
     errors = comm.allgather_object(error, timeout=limit)
     wrong = [rank for rank, text in enumerate(errors) if text is not None]
@@ -154,8 +154,8 @@ def _store(comm: cc.Communicator, timeout: timedelta) -> distributed.Store:
     return store
 
 
-def _joined(
-    hosts: Sequence[str], place: _Place, size: int, timeout: timedelta, wait: float
+def _join(
+    hosts: Sequence[str], place: StoreAddress, size: int, timeout: timedelta, wait: float
 ) -> tuple[distributed.TCPStore | None, str | None]:
     """Return the store at the first host where it is found, or why it is at none of them.
 

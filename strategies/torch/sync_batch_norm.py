@@ -106,7 +106,7 @@ class SyncBatchNorm(_BatchNorm):
             )  # fmt: skip
             return result
         comm = self._ranks()
-        count, mean, squares = _joined(input.detach(), comm)
+        count, mean, squares = _join(input.detach(), comm)
         if count == 1:
             raise comm.raised_by_all(
                 ValueError("SyncBatchNorm: expected more than 1 number per channel, got 1")
@@ -167,7 +167,7 @@ class _Normalised(torch.autograd.Function):
         return back.to(ctx.dtype), None, None, None, None
 
 
-def _joined(x: torch.Tensor, comm: cc.Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
+def _join(x: torch.Tensor, comm: cc.Communicator) -> tuple[int, torch.Tensor, torch.Tensor]:
     """Return how many numbers a channel has on all ranks, their mean and squared distances."""
     axes = _others(x)
     count = x.numel() // max(x.shape[1], 1)

@@ -11,7 +11,7 @@ import numpy as np
 import numpy.typing as npt
 import torch
 
-__all__ = ["Array", "has_arithmetic", "is_plain", "lend", "plain", "shown"]
+__all__ = ["Array", "has_arithmetic", "is_contiguous_host", "borrow", "contiguous_view", "as_numpy"]
 
 Array = npt.NDArray[Any]
 
@@ -55,14 +55,14 @@ def _type_string(dtype: torch.dtype) -> str:
     return str(torch.empty(0, dtype=dtype).numpy().dtype.str)
 
 
-def is_plain(tensor: torch.Tensor) -> bool:
+def is_contiguous_host(tensor: torch.Tensor) -> bool:
     """Tell whether the elements of a tensor lie in order in host memory, as they are."""
     if not tensor.is_cpu or tensor.layout is not torch.strided or not tensor.is_contiguous():
         return False
     return not (tensor.is_conj() or tensor.is_neg())
 
 
-def shown(tensor: torch.Tensor) -> Array:
+def as_numpy(tensor: torch.Tensor) -> Array:
     """Return the memory of a plain tensor as an array of its shape."""
     known = _SHOWN_AS.get(tensor.dtype)
     if known is None:
@@ -71,26 +71,26 @@ def shown(tensor: torch.Tensor) -> Array:
     return np.asarray(_Memory(tensor.detach().view(stored))).view(dtype)
 
 
-def plain(tensor: torch.Tensor) -> Array | None:
+def contiguous_view(tensor: torch.Tensor) -> Array | None:
     """Return the memory of a tensor as an array where that takes no more than to ask for it.
 
     So it is for nearly all tensors that are reduced: 1.5 us, where `lend` takes 4.
     """
-    if tensor.dtype in _SHOWN_AS or not is_plain(tensor):
+    if tensor.dtype in _SHOWN_AS or not is_contiguous_host(tensor):
         return None
     return np.asarray(_Memory(tensor))
 
 
-def lend(tensor: torch.Tensor) -> tuple[Array, Callable[[], Any] | None]:
+def borrow(tensor: torch.Tensor) -> tuple[Array, Callable[[], Any] | None]:
     """Return a tensor's elements as an array, and what writes them back where it is a copy.
 
     Args:
         tensor: on the host or on a device, of any strides.
     """
     own = tensor.detach()
-    if is_plain(own):
-        return shown(own), None
+    if is_contiguous_host(own):
+        return as_numpy(own), None
     copy = own.resolve_conj().resolve_neg().to("cpu").contiguous()
     if copy.data_ptr() == own.data_ptr():
         copy = copy.clone()
-    return shown(copy), lambda: own.copy_(copy)
+    return as_numpy(copy), lambda: own.copy_(copy)

@@ -22,7 +22,7 @@ from torch.distributed.algorithms.join import Join
 
 import collectives as cc
 
-__all__ = ["DONE", "Done", "Job", "Pending", "keep_join_works", "translated"]
+__all__ = ["DONE", "CompletedWork", "WorkSource", "PendingWork", "keep_join_works", "translated"]
 
 
 class _MismatchError(cc.MismatchError, distributed.DistBackendError):
@@ -85,7 +85,7 @@ def _timed_out(text: str) -> str:
     return f"{operation}: timed out, {rest}"
 
 
-class Done(distributed.Work):
+class CompletedWork(distributed.Work):
     """An operation that is complete.
 
     Args:
@@ -137,10 +137,10 @@ class Done(distributed.Work):
 
 
 # For all calls that wait: none is made, which would take a microsecond.
-DONE = Done()
+DONE = CompletedWork()
 
 
-class Job(Protocol):
+class WorkSource(Protocol):
     """An operation that another thread carries out, or MPI."""
 
     @property
@@ -161,7 +161,7 @@ class Job(Protocol):
         """Call the function without arguments when it is over."""
 
 
-class Pending(distributed.Work):
+class PendingWork(distributed.Work):
     """An operation under way.
 
     Args:
@@ -170,7 +170,9 @@ class Pending(distributed.Work):
         tensors: where its result will be.
     """
 
-    def __init__(self, job: Job, operation: str, tensors: Sequence[torch.Tensor] = ()) -> None:
+    def __init__(
+        self, job: WorkSource, operation: str, tensors: Sequence[torch.Tensor] = ()
+    ) -> None:
         super().__init__()
         self._job = job
         self._operation = operation
@@ -256,7 +258,7 @@ def keep_join_works() -> None:
     @functools.wraps(notify)
     def notify_join_context(joinable: Any) -> Any:
         work = notify(joinable)
-        if isinstance(work, (Done, Pending)):
+        if isinstance(work, (CompletedWork, PendingWork)):
             works[joinable] = work
         return work
 

@@ -22,7 +22,7 @@ from strategies.replicas.per_replica import PerReplica
 from strategies.replicas.variable import Variable
 from strategies.tpu.replica import AXIS, Untraceable
 
-__all__ = ["Arguments", "Joined", "Mesh", "Stacked", "is_array"]
+__all__ = ["Arguments", "ShardedPerReplica", "Mesh", "StackedPerReplica", "is_array"]
 
 
 class Mesh:
@@ -56,7 +56,7 @@ class Mesh:
         return jax.make_array_from_single_device_arrays(shape, self.split, parts)
 
 
-class Stacked(PerReplica):
+class StackedPerReplica(PerReplica):
     """What a program has returned: one array, whose parts are those of the replicas.
 
     Attributes:
@@ -74,7 +74,7 @@ class Stacked(PerReplica):
         return tuple(shard.data[0] for shard in array_ops.shards(self.array))
 
 
-class Joined(PerReplica):
+class ShardedPerReplica(PerReplica):
     """Arrays of the replicas, each on its device, that are also the parts of one.
 
     Attributes:
@@ -135,9 +135,9 @@ class Arguments(NamedTuple):
 
         def taken(leaf: Any) -> Any:
             """Take an array, and return of which kind it is; other leaves as they are."""
-            if isinstance(leaf, (Stacked, Joined)):
+            if isinstance(leaf, (StackedPerReplica, ShardedPerReplica)):
                 split.append(leaf.array)
-                return _Kind.ONE_ROW if isinstance(leaf, Stacked) else _Kind.ROWS
+                return _Kind.ONE_ROW if isinstance(leaf, StackedPerReplica) else _Kind.ROWS
             if isinstance(leaf, PerReplica):
                 kind = _kind(leaf)
                 split.append(mesh.joined(leaf.values))

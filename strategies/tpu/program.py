@@ -22,8 +22,8 @@ from strategies.core.array_ops import shards
 from strategies.core.pytree import leaves, map_leaves
 from strategies.replicas import context, per_replica
 from strategies.replicas.variable import Variable
-from strategies.tpu.arguments import Arguments, Mesh, Stacked, is_array
-from strategies.tpu.replica import AXIS, Meet, Trace, TracedReplica
+from strategies.tpu.arguments import Arguments, Mesh, StackedPerReplica, is_array
+from strategies.tpu.replica import AXIS, SyncPointReached, Trace, TracedReplica
 
 __all__ = ["Program"]
 
@@ -67,7 +67,7 @@ class Program:
             values = [self._value(variable) for variable in self._variables]
             with _one_at_a_time:
                 out = part.run(given.split, given.same, values, met)
-                meeting: Meet | None = part.told["meeting"]
+                meeting: SyncPointReached | None = part.told["meeting"]
                 # Alone, an update is prepared while the program runs. It reduces nothing, so that
                 # it takes no thread for long.
                 early = meeting is None and strategy.ranks.size == 1
@@ -132,7 +132,7 @@ class Program:
                 args, kwargs = self._fill(split, same)
                 try:
                     result = self._fn(*args, **kwargs)
-                except Meet as stop:
+                except SyncPointReached as stop:
                     meeting = stop
             done = meeting is None
             own = trace.own if done else {}
@@ -163,7 +163,7 @@ class Program:
         def one(leaf: Any) -> Any:
             if leaf is not _ARRAY:
                 return per_replica.regroup([leaf] * count, "run")
-            stacked = Stacked(next(rest))
+            stacked = StackedPerReplica(next(rest))
             return stacked if count > 1 else stacked.values[0]
 
         return map_leaves(one, form)

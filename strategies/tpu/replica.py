@@ -23,7 +23,7 @@ from strategies.replicas import reductions
 from strategies.replicas.context import ReplicaContext, ReplicaStrategy
 from strategies.replicas.variable import Variable
 
-__all__ = ["AXIS", "Effect", "Meet", "Trace", "TracedReplica", "Untraceable"]
+__all__ = ["AXIS", "DeferredEffect", "SyncPointReached", "Trace", "TracedReplica", "Untraceable"]
 
 AXIS = "replica"
 """Name of the axis along which programs are the same; for `jax.lax.psum` in users' functions."""
@@ -36,7 +36,7 @@ class Untraceable(Exception):
     """The function does what a compiled program cannot; the message says what."""
 
 
-class Meet(Exception):
+class SyncPointReached(Exception):
     """The program ends here: what it has is for the other processes."""
 
     def __init__(self, name: str, payload: list[Any], over_ranks: Callable[[Any, list[Any]], Any]):
@@ -46,7 +46,7 @@ class Meet(Exception):
         self.over_ranks = over_ranks
 
 
-class Effect(NamedTuple):
+class DeferredEffect(NamedTuple):
     """What is done after the program.
 
     Attributes:
@@ -79,7 +79,7 @@ class Trace:
     read: dict[Variable, None] = field(default_factory=dict)
     own: dict[Variable, Any] = field(default_factory=dict)
     changed: set[Variable] = field(default_factory=set)
-    effects: list[Effect] = field(default_factory=list)
+    effects: list[DeferredEffect] = field(default_factory=list)
     meetings: int = 0
 
 
@@ -102,7 +102,7 @@ class TracedReplica(ReplicaContext):
         chosen = reductions.parse_op(op, "all_reduce")
         reduce = jax.lax.psum if chosen == "sum" else jax.lax.pmean
         found = [jnp.asarray(leaf) for leaf in leaves(value)]
-        wide = [array_ops.wide(leaf) for leaf in found]
+        wide = [array_ops.arithmetic_dtype(leaf) for leaf in found]
         partial = [reduce(leaf, AXIS) for leaf in wide]
 
         def over_ranks(strategy: Any, payload: list[Any]) -> list[Any]:
@@ -116,7 +116,7 @@ class TracedReplica(ReplicaContext):
             r.astype(leaf.dtype) if half else r
             for r, leaf, half in zip(result, found, halves, strict=True)
         ]
-        return _filled(value, rounded)
+        return _fill(value, rounded)
 
     def all_gather(self, value: Any, axis: int = 0) -> Any:
         """Join an array of every replica along an axis; see `ReplicaContext`."""
@@ -126,7 +126,7 @@ class TracedReplica(ReplicaContext):
         def over_ranks(strategy: Any, payload: list[Any]) -> list[Any]:
             return list(reductions.gather(strategy.ranks, [payload], axis))
 
-        return _filled(value, self._over_ranks(f"all_gather {axis}", joined, over_ranks))
+        return _fill(value, self._over_ranks(f"all_gather {axis}", joined, over_ranks))
 
     def read(self, variable: Any, array: Any) -> Any:
         """Return the traced value of a variable."""
@@ -159,7 +159,7 @@ class TracedReplica(ReplicaContext):
             variable.combine(change, [values[0].astype(variable.dtype)])
 
         self.trace.changed.add(variable)
-        self.trace.effects.append(Effect(f"{operation} {variable.name}", [combined], act))
+        self.trace.effects.append(DeferredEffect(f"{operation} {variable.name}", [combined], act))
         return True
 
     def apply(
@@ -176,7 +176,7 @@ class TracedReplica(ReplicaContext):
         if any(isinstance(g, Rows) for g, _ in pairs):
             raise Untraceable("gradients are Rows")
         given = [(i, jnp.asarray(g)) for i, (g, _) in enumerate(pairs) if g is not None]
-        count, averaged = _averaged([g for _, g in given], examples)
+        count, averaged = _average([g for _, g in given], examples)
         variables = [variable for _, variable in pairs]
         places = [i for i, _ in given]
 
@@ -190,7 +190,7 @@ class TracedReplica(ReplicaContext):
 
         self.trace.changed |= {v for v in variables if isinstance(v, Variable)}
         traced = [count] if isinstance(count, jax.Array) else []
-        self.trace.effects.append(Effect("apply_gradients", [*averaged, *traced], after))
+        self.trace.effects.append(DeferredEffect("apply_gradients", [*averaged, *traced], after))
 
     def _over_ranks(
         self, name: str, partial: list[Any], over_ranks: Callable[[Any, list[Any]], Any]
@@ -203,14 +203,14 @@ class TracedReplica(ReplicaContext):
         trace.meetings += 1
         if number < len(trace.met):
             return trace.met[number]
-        raise Meet(name, partial, over_ranks)
+        raise SyncPointReached(name, partial, over_ranks)
 
     @staticmethod
     def _no_meeting(meeting: Any) -> Any:
         raise Untraceable(f"{meeting.name.split()[0]} needs the host")
 
 
-def _averaged(gradients: Sequence[Any], examples: Any) -> tuple[Any, list[Any]]:
+def _average(gradients: Sequence[Any], examples: Any) -> tuple[Any, list[Any]]:
     """Return the number of examples of all replicas, and their mean gradients.
 
     What is the same number on all replicas must not become a result of the program: XLA on CPUs
@@ -234,7 +234,7 @@ def _averaged(gradients: Sequence[Any], examples: Any) -> tuple[Any, list[Any]]:
 
 def _wide(gradient: Any, weight: Any) -> Any:
     """Return a gradient as sums take it; a mean over no rows may be NaN."""
-    return jnp.where(weight == 0, 0, array_ops.wide(gradient))
+    return jnp.where(weight == 0, 0, array_ops.arithmetic_dtype(gradient))
 
 
 def _packed_sums(parts: Sequence[Any]) -> list[Any]:
@@ -255,6 +255,6 @@ def _packed_sums(parts: Sequence[Any]) -> list[Any]:
     return sums
 
 
-def _filled(structure: Any, found: list[Any]) -> Any:
+def _fill(structure: Any, found: list[Any]) -> Any:
     rest = iter(found)
     return map_leaves(lambda _: next(rest), structure)

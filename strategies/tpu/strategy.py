@@ -16,7 +16,7 @@ import numpy as np
 
 import collectives as cc
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
-from strategies.averaging.replicas import Gradients
+from strategies.averaging.replicas import ReplicaGradients
 from strategies.cluster.local_devices import of_jax, put_jax
 from strategies.cluster.resolvers import TPUClusterResolver
 from strategies.core.communication_options import CommunicationOptions
@@ -173,14 +173,14 @@ class TPUStrategy(Strategy):
             return
 
         def act(strategy: Any, pairs: list[tuple[Any, Any]], told: float | None) -> None:
-            from strategies.optimizers.compiled import gradients_to_spare
+            from strategies.optimizers.compiled import donate_gradients
 
             # They are the program's. What averaging returns may lie in memory of its own.
             direct = self.ranks.size == 1 and isinstance(optimizer, Optimizer)
-            with gradients_to_spare() if direct else nullcontext():
-                self._apply(optimizer, [Gradients(pairs, told)])
+            with donate_gradients() if direct else nullcontext():
+                self._apply(optimizer, [ReplicaGradients(pairs, told)])
 
-        pairs = Gradients.of(grads_and_vars, None).pairs
+        pairs = ReplicaGradients.of(grads_and_vars, None).pairs
         replica.apply(act, pairs, examples)  # type: ignore[attr-defined]
 
     def placed(self, value: Any, *, shared: bool) -> list[Any]:
@@ -190,7 +190,7 @@ class TPUStrategy(Strategy):
         return [put_jax(value, name) for name in self.devices]
 
     def _on_devices(self, batches: Iterator[Any]) -> Iterator[Any]:
-        from strategies.tpu.arguments import Joined
+        from strategies.tpu.arguments import ShardedPerReplica
 
         placed = datasets.on_devices(batches, self.devices, put_jax)
-        return (Joined.of(self._mesh, batch) for batch in placed)
+        return (ShardedPerReplica.of(self._mesh, batch) for batch in placed)

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from strategies.variables import initializers, partition
-from strategies.variables.items import Reading, Update
+from strategies.variables.items import ReadResult, UpdateResult
 from strategies.variables.moving_averages import MovingAverages
 from strategies.variables.open import reset_container, shared_partitioned_variable, shared_variable
 from strategies.variables.together import apply_all, assign_all, read_all
@@ -12,9 +12,9 @@ from strategies.variables.variable import PartitionedVariable, SharedVariable
 __all__ = [
     "MovingAverages",
     "PartitionedVariable",
-    "Reading",
+    "ReadResult",
     "SharedVariable",
-    "Update",
+    "UpdateResult",
     "apply_all",
     "assign_all",
     "initializers",

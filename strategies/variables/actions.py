@@ -15,18 +15,27 @@ import numpy as np
 import collectives as cc
 from strategies.core import gradient_sums
 from strategies.core.array_ops import COMPUTE, dtype_name
-from strategies.core.sparse import Rows, fitted, summed
+from strategies.core.sparse import Rows, checked_rows, coalesced
 from strategies.errors import FailedPreconditionError, InvalidArgumentError, OpError
 from strategies.rpc.wire import Array
 from strategies.variables import partition
-from strategies.variables.store import Stored
+from strategies.variables.store import StoredVariable
 
-__all__ = ["ACTIONS", "COMPRESSIONS", "READS", "Outcome", "act", "compressed", "rounded", "widened"]
+__all__ = [
+    "ACTIONS",
+    "COMPRESSIONS",
+    "READS",
+    "Result",
+    "execute",
+    "compressed",
+    "rounded",
+    "widened",
+]
 
 COMPRESSIONS = {"float16": cc.FP16, "bfloat16": cc.BF16}
 
 
-class Outcome(NamedTuple):
+class Result(NamedTuple):
     """What an action has brought about.
 
     Attributes:
@@ -38,16 +47,16 @@ class Outcome(NamedTuple):
     arrays: list[Array]
 
 
-Action = Callable[[Stored, Sequence[Array], Mapping[str, Any]], Outcome]
+Action = Callable[[StoredVariable, Sequence[Array], Mapping[str, Any]], Result]
 
 
-def act(
-    operation: str, thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]
-) -> Outcome:
+def execute(
+    operation: str, thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
+) -> Result:
     """Perform an action; a wrong argument is an `InvalidArgumentError` wherever the caller is."""
     try:
         if operation not in _RAW:
-            arrays = [widened(array, options, thing.held.dtype) for array in arrays]
+            arrays = [widened(array, options, thing.locked.dtype) for array in arrays]
         return ACTIONS[operation](thing, arrays, options)
     except OpError:
         raise
@@ -64,10 +73,10 @@ def compressed(
     # Rows are others in every step: what rounding leaves over would come to the wrong ones.
     if indices and compression is not None and compression.residuals is not None:
         compression = replace(compression, residuals=None)
-    return [*indices, _rounded(values, compression, name)]
+    return [*indices, _round(values, compression, name)]
 
 
-def _rounded(array: Array, compression: cc.Compression | None, name: str | None = None) -> Array:
+def _round(array: Array, compression: cc.Compression | None, name: str | None = None) -> Array:
     """Return an array rounded to 16 bits, or itself if it is none that is rounded."""
     if compression is None:
         return array
@@ -100,18 +109,20 @@ def widened(array: Array, options: Mapping[str, Any], dtype: np.dtype[Any]) -> A
 
 def rounded(array: Array, packed: str | None) -> Array:
     """Return an array as it travels: rounded to this 16-bit dtype, unless that is None."""
-    return array if packed is None else _rounded(array, COMPRESSIONS[packed])
+    return array if packed is None else _round(array, COMPRESSIONS[packed])
 
 
 # Reading.
 
 
-def _describe(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+def _describe(thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]) -> Result:
     value = thing.view()
-    return Outcome([thing.version, list(value.shape), value.dtype.name], [])
+    return Result([thing.version, list(value.shape), value.dtype.name], [])
 
 
-def _read_value(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+def _read_value(
+    thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
+) -> Result:
     """Return the value, or what lies between two rows."""
     value = thing.view()
     if "start" in options:
@@ -121,19 +132,19 @@ def _read_value(thing: Stored, arrays: Sequence[Array], options: Mapping[str, An
                 f"got () (variable: {thing.name})"
             )
         value = value[options["start"] : options["stop"]]
-    return Outcome([thing.version, value.dtype.name], [rounded(value, options.get("as"))])
+    return Result([thing.version, value.dtype.name], [rounded(value, options.get("as"))])
 
 
-def _gather(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+def _gather(thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]) -> Result:
     indices = _indices("gather", thing, arrays[0])
     rows = thing.view().take(indices, axis=0)
-    return Outcome([thing.version, rows.dtype.name], [rounded(rows, options.get("as"))])
+    return Result([thing.version, rows.dtype.name], [rounded(rows, options.get("as"))])
 
 
 # Changing.
 
 
-def _assign(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+def _assign(thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]) -> Result:
     new = _like("assign", thing, arrays[0])
     thing.writable(keep=False)[...] = new
     return _change(thing)
@@ -142,7 +153,9 @@ def _assign(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) 
 def _assign_sum(operation: str, combine: np.ufunc) -> Action:
     """Return the action that adds to the value, or subtracts from it."""
 
-    def action(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+    def action(
+        thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
+    ) -> Result:
         delta = _like(operation, thing, arrays[0])
         value = thing.writable()
         combine(value, delta, out=value)
@@ -151,7 +164,9 @@ def _assign_sum(operation: str, combine: np.ufunc) -> Action:
     return action
 
 
-def _scatter_update(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+def _scatter_update(
+    thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
+) -> Result:
     indices = _indices("scatter_update", thing, arrays[0])
     rows = _rows_like("scatter_update", thing, indices, arrays[1])
     # Of an index that is given several times the last row counts.
@@ -163,12 +178,14 @@ def _scatter_update(thing: Stored, arrays: Sequence[Array], options: Mapping[str
 def _scatter_sum(operation: str, combine: np.ufunc) -> Action:
     """Return the action that adds or subtracts rows, those of one index summed."""
 
-    def action(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+    def action(
+        thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
+    ) -> Result:
         indices = _indices(operation, thing, arrays[0])
         rows = _rows_like(operation, thing, indices, arrays[1])
         value = thing.writable()
         if rows.dtype.name in COMPUTE:
-            change = summed(Rows(indices, rows))
+            change = coalesced(Rows(indices, rows))
             value[change.indices] = combine(value[change.indices], change.values)
         else:
             combine.at(value, indices, rows)
@@ -177,7 +194,9 @@ def _scatter_sum(operation: str, combine: np.ufunc) -> Action:
     return action
 
 
-def _apply_gradients(thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]) -> Outcome:
+def _apply_gradients(
+    thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
+) -> Result:
     """Let the optimizer change the value, unless the gradient is too old."""
     if thing.optimizer is None:
         raise FailedPreconditionError(
@@ -193,30 +212,32 @@ def _apply_gradients(thing: Stored, arrays: Sequence[Array], options: Mapping[st
         )
     most = options.get("most")
     if staleness is not None and most is not None and staleness > most:
-        return Outcome([thing.version, staleness, False], [])
+        return Result([thing.version, staleness, False], [])
     gradient: Any = arrays[0] if len(arrays) == 1 else Rows(*arrays)
-    where, dtype = f"variable: {thing.name}", dtype_name(thing.held)
-    gradient = fitted(gradient, thing.held.shape, dtype, "apply_gradients", where, cast=True)
+    where, dtype = f"variable: {thing.name}", dtype_name(thing.locked)
+    gradient = checked_rows(
+        gradient, thing.locked.shape, dtype, "apply_gradients", where, cast=True
+    )
     gradient = gradient_sums.rounded(gradient, dtype)
     factor = 1.0 / (1 + (staleness or 0)) if options.get("scaled") else 1.0
     thing.step(gradient, factor, options.get("rate"))
     thing.version += 1
-    return Outcome([thing.version, staleness, True], [])
+    return Result([thing.version, staleness, True], [])
 
 
-def _change(thing: Stored) -> Outcome:
+def _change(thing: StoredVariable) -> Result:
     thing.version += 1
-    return Outcome([thing.version], [])
+    return Result([thing.version], [])
 
 
-def _like(operation: str, thing: Stored, array: Array) -> Array:
+def _like(operation: str, thing: StoredVariable, array: Array) -> Array:
     """Return an array of the variable's shape and dtype."""
-    partition.check_shape(operation, array, thing.held.shape, thing.name)
+    partition.check_shape(operation, array, thing.locked.shape, thing.name)
     return _like_dtype(operation, thing, array)
 
 
-def _like_dtype(operation: str, thing: Stored, array: Array) -> Array:
-    dtype = thing.held.dtype
+def _like_dtype(operation: str, thing: StoredVariable, array: Array) -> Array:
+    dtype = thing.locked.dtype
     if not np.can_cast(array.dtype, dtype, "same_kind"):
         raise InvalidArgumentError(
             f"{operation}: the value has the wrong dtype, expected {dtype}, got {array.dtype} "
@@ -225,14 +246,14 @@ def _like_dtype(operation: str, thing: Stored, array: Array) -> Array:
     return array.astype(dtype, copy=False)
 
 
-def _indices(operation: str, thing: Stored, indices: Array) -> Array:
+def _indices(operation: str, thing: StoredVariable, indices: Array) -> Array:
     """Return indices of rows as int64."""
-    if thing.held.ndim == 0 or (indices.size and indices.dtype.kind not in "iu"):
+    if thing.locked.ndim == 0 or (indices.size and indices.dtype.kind not in "iu"):
         raise InvalidArgumentError(
             f"{operation}: expected integers that name rows, got {indices.dtype} for a variable of "
-            f"{thing.held.ndim} dimensions (variable: {thing.name})"
+            f"{thing.locked.ndim} dimensions (variable: {thing.name})"
         )
-    length = len(thing.held)
+    length = len(thing.locked)
     if indices.size and not 0 <= indices.min() <= indices.max() < length:
         raise InvalidArgumentError(
             f"{operation}: an index is out of range, expected 0 .. {length - 1}, got "
@@ -241,8 +262,8 @@ def _indices(operation: str, thing: Stored, indices: Array) -> Array:
     return indices.astype(np.int64, copy=False)
 
 
-def _rows_like(operation: str, thing: Stored, indices: Array, rows: Array) -> Array:
-    expected = (*indices.shape, *thing.held.shape[1:])
+def _rows_like(operation: str, thing: StoredVariable, indices: Array, rows: Array) -> Array:
+    expected = (*indices.shape, *thing.locked.shape[1:])
     if indices.ndim != 1 or rows.shape != expected:
         raise InvalidArgumentError(
             f"{operation}: expected a row for every index, of shape {expected}, got {rows.shape} "

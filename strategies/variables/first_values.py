@@ -17,17 +17,17 @@ import numpy as np
 from strategies.rpc.function_names import function_named, name_of
 from strategies.rpc.wire import Array, dtype_named
 from strategies.variables import partition
-from strategies.variables.given import host_array, owned
+from strategies.variables.given import take_ownership, to_host
 from strategies.variables.initializers import Initializer
 
-__all__ = ["MadePart", "part_from_words"]
+__all__ = ["PartInitializer", "part_from_dict"]
 
 # Of a part along another axis than the first, whole rows are made, so many at a time.
 _BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
-class MadePart:
+class PartInitializer:
     """What lies from `low` to `high` along an axis, of a variable that an initializer makes.
 
     Attributes:
@@ -56,7 +56,7 @@ class MadePart:
             TypeError: it makes no array of numbers, or one on a device.
         """
         if self.axis == 0:
-            return owned(lambda: self._rows(self.low, self.high), self.dtype)
+            return take_ownership(lambda: self._rows(self.low, self.high), self.dtype)
         sizes = [n for axis, n in enumerate(self.shape) if axis != self.axis]
         sizes.insert(self.axis, self.high - self.low)
         found = np.empty(sizes, self.dtype)
@@ -71,11 +71,11 @@ class MadePart:
     def _rows(self, first: int, last: int) -> Array:
         operation = "shared_partitioned_variable"
         made = self.initializer(first, last, self.shape, self.dtype)
-        rows = host_array(made, operation, self.name)
+        rows = to_host(made, operation, self.name)
         partition.check_shape(operation, rows, (last - first, *self.shape[1:]), self.name)
         return rows
 
-    def as_words(self) -> dict[str, Any] | None:
+    def to_dict(self) -> dict[str, Any] | None:
         """Return what another task makes the part by; None if it cannot import the initializer."""
         function: Any = self.initializer
         given: tuple[Any, ...] = ()
@@ -91,7 +91,7 @@ class MadePart:
         return {**facts, "initializer": name, "given": list(given)}
 
 
-def part_from_words(words: Mapping[str, Any]) -> MadePart:
+def part_from_dict(words: Mapping[str, Any]) -> PartInitializer:
     """Undo `MadePart.as_words`.
 
     Raises:
@@ -100,4 +100,4 @@ def part_from_words(words: Mapping[str, Any]) -> MadePart:
     facts = dict(words)
     initializer = partial(function_named(facts["initializer"]), *facts.pop("given"))
     shape, dtype = tuple(facts["shape"]), dtype_named(facts["dtype"])
-    return MadePart(**{**facts, "initializer": initializer, "shape": shape, "dtype": dtype})
+    return PartInitializer(**{**facts, "initializer": initializer, "shape": shape, "dtype": dtype})

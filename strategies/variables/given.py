@@ -13,10 +13,10 @@ from strategies.core import array_ops
 from strategies.errors import InvalidArgumentError
 from strategies.rpc.wire import Array, is_numeric
 
-__all__ = ["host_array", "owned"]
+__all__ = ["to_host", "take_ownership"]
 
 
-def host_array(value: Any, operation: str, name: str) -> Array:
+def to_host(value: Any, operation: str, name: str) -> Array:
     """Return an array in host memory, of whatever library.
 
     Raises:
@@ -40,7 +40,7 @@ def host_array(value: Any, operation: str, name: str) -> Array:
     return array if array.dtype.isnative else array.astype(array.dtype.newbyteorder("="))
 
 
-def owned(make: Callable[[], npt.ArrayLike], dtype: npt.DTypeLike) -> Array:
+def take_ownership(make: Callable[[], npt.ArrayLike], dtype: npt.DTypeLike) -> Array:
     """Call a function that makes an array, and return that, or a copy if others see its memory.
 
     So an array of the caller's does not change when a variable does, and one that was made for the

@@ -16,21 +16,21 @@ import collectives as cc
 from strategies.core.validation import number
 from strategies.errors import InvalidArgumentError, OpError
 from strategies.rpc import operation as attempt
-from strategies.rpc.client import Answer
-from strategies.rpc.multi_request import Question
+from strategies.rpc.client import Reply
+from strategies.rpc.multi_request import RequestTo
 from strategies.rpc.registry import Address
 from strategies.rpc.service import Service
 from strategies.rpc.wait_limits import wait_limit
 from strategies.rpc.wire import Array, dtype_named
 from strategies.variables import actions, serving
-from strategies.variables.actions import Outcome
+from strategies.variables.actions import Result
 from strategies.variables.serving import KIND
-from strategies.variables.store import AllReady
+from strategies.variables.store import WaitInitialized
 
 __all__ = [
-    "Item",
-    "Reading",
-    "Update",
+    "VariableRequest",
+    "ReadResult",
+    "UpdateResult",
     "packing",
     "perform",
     "reading_of",
@@ -40,7 +40,7 @@ __all__ = [
 ]
 
 
-class Item(NamedTuple):
+class VariableRequest(NamedTuple):
     """What is to be done with one variable.
 
     Attributes:
@@ -54,7 +54,7 @@ class Item(NamedTuple):
     options: Mapping[str, Any] = {}
 
 
-class Reading(NamedTuple):
+class ReadResult(NamedTuple):
     """What a variable held at one moment.
 
     Attributes:
@@ -66,7 +66,7 @@ class Reading(NamedTuple):
     version: Any
 
 
-class Update(NamedTuple):
+class UpdateResult(NamedTuple):
     """What became of a gradient.
 
     Attributes:
@@ -139,17 +139,17 @@ def stepping(
     return given | packing(compression, "apply_gradients")
 
 
-def reading_of(outcome: Outcome, options: Mapping[str, Any]) -> Reading:
+def reading_of(outcome: Result, options: Mapping[str, Any]) -> ReadResult:
     """Return what a read has brought."""
     version, dtype = outcome.facts
     value = actions.widened(outcome.arrays[0], options, dtype_named(dtype))
     value.flags.writeable = False
-    return Reading(value, version)
+    return ReadResult(value, version)
 
 
 def perform(
-    service: Service, operation: str, items: Sequence[Item], timeout: float | None = None
-) -> list[Outcome]:
+    service: Service, operation: str, items: Sequence[VariableRequest], timeout: float | None = None
+) -> list[Result]:
     """Perform an action on every variable, and wait for all.
 
     Raises:
@@ -165,11 +165,11 @@ def perform(
     own = by_task.pop(service.task, [])
     questions = [_question(operation, [items[n] for n in group]) for group in by_task.values()]
     asked = service.ask(questions)
-    outcomes: dict[int, Outcome | OpError] = {}
+    outcomes: dict[int, Result | OpError] = {}
     try:
         outcomes |= _here(service, operation, items, own, timeout)
     except BaseException:
-        asked.disown()
+        asked.abandon()
         raise
     answers = asked.answers(timeout, began=began)
     for group, answer in zip(by_task.values(), answers, strict=True):
@@ -182,7 +182,7 @@ def perform(
     return done
 
 
-def _question(operation: str, items: Sequence[Item]) -> Question:
+def _question(operation: str, items: Sequence[VariableRequest]) -> RequestTo:
     first, *others = items
     options = [dict(item.options) for item in items]
     arguments = {
@@ -191,10 +191,10 @@ def _question(operation: str, items: Sequence[Item]) -> Question:
         "options": options[:1] if all(each == options[0] for each in options) else options,
     }
     arrays = [array for item in items for array in item.arrays]
-    return Question(first.address, operation, arguments, arrays)
+    return RequestTo(first.address, operation, arguments, arrays)
 
 
-def _outcomes(answer: Answer, count: int) -> list[Outcome | OpError]:
+def _outcomes(answer: Reply, count: int) -> list[Result | OpError]:
     if answer.error is not None:
         return [answer.error] * count
     for array in answer.values:
@@ -209,16 +209,16 @@ def _outcomes(answer: Answer, count: int) -> list[Outcome | OpError]:
 def _here(
     service: Service,
     operation: str,
-    items: Sequence[Item],
+    items: Sequence[VariableRequest],
     chosen: Sequence[int],
     timeout: float | None,
-) -> dict[int, Outcome | OpError]:
+) -> dict[int, Result | OpError]:
     """Perform an action on the variables of this task, in this thread."""
     if not chosen:
         return {}
     try:
         things = [service.here(KIND, items[n].address) for n in chosen]
-        ready = AllReady(things)
+        ready = WaitInitialized(things)
         attempt.perform(ready, ready, operation, timeout)
     except OpError as error:
         return dict.fromkeys(chosen, error)

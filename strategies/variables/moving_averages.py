@@ -129,11 +129,11 @@ class MovingAverages:
 
 def _host(variable: Any) -> Array:
     value = variable.value
-    return array_ops.fetched(value) if array_ops.is_array(value) else np.asarray(value)
+    return array_ops.to_host(value) if array_ops.is_array(value) else np.asarray(value)
 
 
 def _wide(variable: Any) -> Array:
-    found: Array = array_ops.wide(_host(variable))
+    found: Array = array_ops.arithmetic_dtype(_host(variable))
     return found
 
 
@@ -155,4 +155,4 @@ def _assign(variable: Any, array: Array) -> None:
         variable.assign(array)
         return
     value = variable.value.detach() if hasattr(variable.value, "detach") else variable.value
-    array_ops.overwrite(value, array_ops.beside(value, array))
+    array_ops.overwrite(value, array_ops.on_same_device(value, array))

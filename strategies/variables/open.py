@@ -16,13 +16,13 @@ from strategies.optimizers import Optimizer
 from strategies.rpc.service import Service
 from strategies.rpc.wire import Array
 from strategies.variables import partition
-from strategies.variables.first_values import MadePart
-from strategies.variables.given import host_array
+from strategies.variables.first_values import PartInitializer
+from strategies.variables.given import to_host
 from strategies.variables.initializers import Initializer
 from strategies.variables.operations import is_missing
 from strategies.variables.partition import Partitioner
-from strategies.variables.serving import KIND, set_first
-from strategies.variables.store import optimizer_as_words
+from strategies.variables.serving import KIND, initialize_once
+from strategies.variables.store import optimizer_to_dict
 from strategies.variables.variable import PartitionedVariable, SharedVariable
 
 __all__ = [
@@ -111,7 +111,7 @@ def open_variable(
     whole: Mapping[str, Any] | None = None,
 ) -> SharedVariable:
     """As `shared_variable`, for one that may be part of a whole."""
-    words = optimizer_as_words(optimizer, "shared_variable")
+    words = optimizer_to_dict(optimizer, "shared_variable")
     value = None
     if initial_value is not None and not callable(initial_value):
         value = _check(initial_value, dtype, shared_name)
@@ -123,25 +123,25 @@ def open_variable(
     short = value is not None and value.nbytes <= _SHORT
     if initial_value is None or not (short or is_missing(service, address)):
         return variable
-    part = initial_value if isinstance(initial_value, MadePart) else None
+    part = initial_value if isinstance(initial_value, PartInitializer) else None
     here = address.task == service.task
     if part is not None and here:
-        set_first(service.here(KIND, address), part, wanted)
+        initialize_once(service.here(KIND, address), part, wanted)
     elif part is None or not _made_there(variable, part, wanted):
         if callable(initial_value):
             value = _check(initial_value(), dtype, shared_name)
             wanted = _properties(value, words, whole)
         assert value is not None
         if here:
-            set_first(service.here(KIND, address), value, wanted)
+            initialize_once(service.here(KIND, address), value, wanted)
         else:
             service.request(address, "initialize", {"is": wanted}, [value])
     return variable
 
 
-def _made_there(variable: SharedVariable, part: MadePart, wanted: Mapping[str, Any]) -> bool:
+def _made_there(variable: SharedVariable, part: PartInitializer, wanted: Mapping[str, Any]) -> bool:
     """Let the task of a variable make its first value; False if it cannot import what makes it."""
-    words = part.as_words()
+    words = part.to_dict()
     if words is None:
         return False
     try:
@@ -235,7 +235,7 @@ def shared_partitioned_variable(
     for n, (low, high) in enumerate(itertools.pairwise(ends)):
         first: InitialValue = None
         if callable(initial_value):
-            first = MadePart(initial_value, shape, dtype, axis, low, high, shared_name)
+            first = PartInitializer(initial_value, shape, dtype, axis, low, high, shared_name)
         elif value is not None:
             rows = (*[slice(None)] * axis, slice(low, high)) if shape else ()
             first = partial(operator.getitem, value, rows)
@@ -256,9 +256,9 @@ def shared_partitioned_variable(
 
 def _check(value: Any, dtype: Any, name: str) -> Array:
     try:
-        array = host_array(value, "shared_variable", name)
+        array = to_host(value, "shared_variable", name)
         if dtype is not None:
-            array = host_array(array.astype(dtype), "shared_variable", name)
+            array = to_host(array.astype(dtype), "shared_variable", name)
     except InvalidArgumentError as error:
         raise TypeError(str(error)) from error
     return np.ascontiguousarray(array).reshape(array.shape)

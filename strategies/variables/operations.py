@@ -21,15 +21,15 @@ from strategies.rpc.registry import Address
 from strategies.rpc.service import Service
 from strategies.rpc.wire import Array
 from strategies.variables import items, partition
-from strategies.variables.actions import Outcome, compressed
-from strategies.variables.given import host_array
-from strategies.variables.items import Item, Reading, Update, packing
+from strategies.variables.actions import Result, compressed
+from strategies.variables.given import to_host
+from strategies.variables.items import ReadResult, UpdateResult, VariableRequest, packing
 from strategies.variables.serving import KIND
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 
-__all__ = ["ChangeOptions", "Operations", "is_missing"]
+__all__ = ["ChangeOptions", "VariableOps", "is_missing"]
 
 
 class ChangeOptions(TypedDict, total=False):
@@ -48,7 +48,7 @@ V = TypeVar("V", int, tuple[int | None, ...])
 """The version of a variable: a number, or one for each part."""
 
 
-class Operations(abc.ABC, Generic[V]):
+class VariableOps(abc.ABC, Generic[V]):
     """What can be done with a variable, in one part or in several.
 
     Attributes:
@@ -69,11 +69,11 @@ class Operations(abc.ABC, Generic[V]):
     offsets: tuple[int, ...] | None = None
 
     @abc.abstractmethod
-    def _together(self, versions: Sequence[int | None]) -> V:
+    def _join(self, versions: Sequence[int | None]) -> V:
         """Return the version of the whole, given that of each part."""
 
     @abc.abstractmethod
-    def _apart(self, seen: V | None) -> Sequence[int | None]:
+    def _split(self, seen: V | None) -> Sequence[int | None]:
         """Undo `_together`."""
 
     def is_initialized(self) -> bool:
@@ -82,7 +82,7 @@ class Operations(abc.ABC, Generic[V]):
 
     def read(
         self, *, compression: cc.Compression | None = cc.NONE, timeout: float | None = None
-    ) -> Reading:
+    ) -> ReadResult:
         """Return value and version.
 
         Args:
@@ -99,7 +99,7 @@ class Operations(abc.ABC, Generic[V]):
         *,
         compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
-    ) -> Reading:
+    ) -> ReadResult:
         """Return the rows from `start` to before `stop`; only they travel."""
         if not 0 <= start <= stop:
             raise InvalidArgumentError(
@@ -122,7 +122,7 @@ class Operations(abc.ABC, Generic[V]):
         *,
         compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
-    ) -> Reading:
+    ) -> ReadResult:
         """Return the rows of these indices, of any shape: an embedding look-up.
 
         Only the rows travel, each of them once, and only the parts that hold some are asked; the
@@ -137,14 +137,14 @@ class Operations(abc.ABC, Generic[V]):
         chosen = [unique]
         if self.offsets is not None:
             self._check_rows("gather", unique)
-            own = zip(partition.places(unique, self.offsets), self.offsets, strict=False)
+            own = zip(partition.positions(unique, self.offsets), self.offsets, strict=False)
             chosen = [unique[places] - first for places, first in own]
-        asked: list[Item | None] = [
-            Item(address, [rows], options) if rows.size else None
+        asked: list[VariableRequest | None] = [
+            VariableRequest(address, [rows], options) if rows.size else None
             for address, rows in zip(self.addresses, chosen, strict=True)
         ]
         if not unique.size:  # the first part knows how a row looks
-            asked[0] = Item(self.addresses[0], [unique], options)
+            asked[0] = VariableRequest(self.addresses[0], [unique], options)
         readings = [
             None if outcome is None else items.reading_of(outcome, options)
             for outcome in self._perform("gather", asked, timeout)
@@ -152,7 +152,7 @@ class Operations(abc.ABC, Generic[V]):
         rows = [reading.value for reading in readings if reading is not None]
         found = rows[0] if len(rows) == 1 else np.concatenate(rows)
         versions = [None if reading is None else reading.version for reading in readings]
-        return Reading(items.spread(found, positions, wanted.shape), self._together(versions))
+        return ReadResult(items.spread(found, positions, wanted.shape), self._join(versions))
 
     def assign(self, value: npt.ArrayLike, **options: Unpack[ChangeOptions]) -> V:
         """Set the value, and return the new version."""
@@ -199,7 +199,7 @@ class Operations(abc.ABC, Generic[V]):
         learning_rate: float | None = None,
         compression: cc.Compression | None = cc.NONE,
         timeout: float | None = None,
-    ) -> Update:
+    ) -> UpdateResult:
         """Let the optimizer that lives beside the variable, or each part of it, make a step.
 
         An optimizer that looks at the norm of its variable, as `LARS` does, sees that of the part.
@@ -227,18 +227,18 @@ class Operations(abc.ABC, Generic[V]):
 
     # What `together` needs, to do the same with several variables at once.
 
-    def joined(self, outcomes: Sequence[Outcome], options: Mapping[str, Any]) -> Reading:
+    def joined(self, outcomes: Sequence[Result], options: Mapping[str, Any]) -> ReadResult:
         """Return what all parts have answered to a read as one reading."""
         readings = [items.reading_of(outcome, options) for outcome in outcomes]
         value = readings[0].value
         if len(readings) > 1:
             value = np.concatenate([reading.value for reading in readings], self.axis)
             value.flags.writeable = False
-        return Reading(value, self._together([reading.version for reading in readings]))
+        return ReadResult(value, self._join([reading.version for reading in readings]))
 
     def pieces(self, operation: str, value: npt.ArrayLike) -> list[list[Array] | None]:
         """Return what of an array belongs to each part."""
-        array = host_array(value, operation, self.name)
+        array = to_host(value, operation, self.name)
         if self.offsets is None:
             return [[array]]
         partition.check_shape(operation, array, self.shape, self.name)
@@ -250,36 +250,39 @@ class Operations(abc.ABC, Generic[V]):
         seen: V | None,
         options: Mapping[str, Any],
         compression: cc.Compression | None,
-    ) -> list[Item | None]:
+    ) -> list[VariableRequest | None]:
         """Return what is to be done with each part, given a gradient; None where it is nothing."""
         if isinstance(gradient, Rows):
             given = self._rows("apply_gradients", gradient.indices, gradient.values)
         else:
             given = self.pieces("apply_gradients", gradient)
-        versions = [None if at is None else int(at) for at in self._apart(seen)]
+        versions = [None if at is None else int(at) for at in self._split(seen)]
         chosen = [options if at is None else {**options, "seen": at} for at in versions]
         return self._items(given, chosen, compression)
 
-    def updated(self, outcomes: Sequence[Outcome | None]) -> Update:
+    def updated(self, outcomes: Sequence[Result | None]) -> UpdateResult:
         """Return what has come of the steps of all parts as one update."""
         facts = [None if outcome is None else outcome.facts for outcome in outcomes]
         known = [fact[1] for fact in facts if fact is not None and fact[1] is not None]
-        return Update(
-            self._together([None if fact is None else fact[0] for fact in facts]),
+        return UpdateResult(
+            self._join([None if fact is None else fact[0] for fact in facts]),
             max(known, default=None),
             all(fact is None or fact[2] for fact in facts),
         )
 
     def _ask(
         self, operation: str, options: Sequence[Mapping[str, Any]], timeout: float | None
-    ) -> list[Outcome]:
+    ) -> list[Result]:
         """Let all parts answer."""
-        asked = [Item(address, (), o) for address, o in zip(self.addresses, options, strict=True)]
+        asked = [
+            VariableRequest(address, (), o)
+            for address, o in zip(self.addresses, options, strict=True)
+        ]
         return items.perform(self.service, operation, asked, timeout)
 
     def _perform(
-        self, operation: str, asked: Sequence[Item | None], timeout: float | None
-    ) -> list[Outcome | None]:
+        self, operation: str, asked: Sequence[VariableRequest | None], timeout: float | None
+    ) -> list[Result | None]:
         """Let some parts do something; None for those that are not asked."""
         some = [item for item in asked if item is not None]
         outcomes = iter(items.perform(self.service, operation, some, timeout))
@@ -295,17 +298,19 @@ class Operations(abc.ABC, Generic[V]):
         options = packing(compression, operation)
         asked = self._items(given, [options] * len(given), compression)
         outcomes = self._perform(operation, asked, timeout)
-        return self._together([None if o is None else o.facts[0] for o in outcomes])
+        return self._join([None if o is None else o.facts[0] for o in outcomes])
 
     def _items(
         self,
         given: Sequence[Sequence[Array] | None],
         options: Sequence[Mapping[str, Any]],
         compression: cc.Compression | None,
-    ) -> list[Item | None]:
+    ) -> list[VariableRequest | None]:
         """Return what each part is to do with an array, or with indices and rows."""
         return [
-            None if own is None else Item(address, compressed(own, compression, address.name), told)
+            None
+            if own is None
+            else VariableRequest(address, compressed(own, compression, address.name), told)
             for address, own, told in zip(self.addresses, given, options, strict=True)
         ]
 
@@ -313,8 +318,8 @@ class Operations(abc.ABC, Generic[V]):
         self, operation: str, indices: npt.ArrayLike, rows: npt.ArrayLike
     ) -> list[list[Array] | None]:
         """Return indices and rows for each part, None where there are none."""
-        where = host_array(indices, operation, self.name)
-        values = host_array(rows, operation, self.name)
+        where = to_host(indices, operation, self.name)
+        values = to_host(rows, operation, self.name)
         if self.offsets is None:
             return [[where, values]]
         if where.ndim != 1 or values.shape[:1] != where.shape:

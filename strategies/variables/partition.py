@@ -35,7 +35,7 @@ __all__ = [
     "min_size",
     "offsets",
     "pieces",
-    "places",
+    "positions",
     "row_pieces",
     "variable_axis_size",
 ]
@@ -170,7 +170,7 @@ def pieces(array: npt.NDArray[Any], ends: Sequence[int], axis: int = 0) -> list[
     return np.split(array, ends[1:-1], axis) if len(ends) > 2 else [array]
 
 
-def places(indices: npt.NDArray[np.int64], ends: Sequence[int]) -> list[npt.NDArray[np.intp]]:
+def positions(indices: npt.NDArray[np.int64], ends: Sequence[int]) -> list[npt.NDArray[np.intp]]:
     """Return for each part where the indices of its rows are, by increasing index."""
     order = np.argsort(indices, kind="stable")
     cuts = np.searchsorted(indices[order], ends)
@@ -182,7 +182,7 @@ def row_pieces(rows: Rows, ends: Sequence[int]) -> list[Rows]:
     if len(ends) == 2:
         return [rows]
     values = np.asarray(rows.values)
-    chosen = zip(places(rows.indices, ends), ends, strict=False)
+    chosen = zip(positions(rows.indices, ends), ends, strict=False)
     return [Rows(rows.indices[where] - first, values[where]) for where, first in chosen]
 
 

@@ -18,14 +18,14 @@ import numpy as np
 
 from strategies.errors import CancelledError, OpError
 from strategies.rpc import message, pool
-from strategies.rpc.registry import ResourceKind, register
-from strategies.rpc.server_requests import Work
+from strategies.rpc.registry import ResourceType, register_type
+from strategies.rpc.server_requests import ServerRequest
 from strategies.rpc.wire import Array
-from strategies.variables.actions import ACTIONS, READS, Outcome, act
-from strategies.variables.first_values import part_from_words
-from strategies.variables.store import AllReady, Stored, make_optimizer
+from strategies.variables.actions import ACTIONS, READS, Result, execute
+from strategies.variables.first_values import part_from_dict
+from strategies.variables.store import StoredVariable, WaitInitialized, make_optimizer
 
-__all__ = ["KIND", "attempt", "outcome_of", "set_first"]
+__all__ = ["KIND", "attempt", "outcome_of", "initialize_once"]
 
 _log = logging.getLogger(__name__)
 
@@ -42,18 +42,18 @@ _LONG = 1 << 20  # bytes
 
 
 def attempt(
-    operation: str, thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]
-) -> Outcome | OpError:
+    operation: str, thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
+) -> Result | OpError:
     """Perform an action as soon as nobody else is busy with the variable."""
     with thing.lock:
         return _attempt(operation, thing, arrays, options)
 
 
 def _attempt(
-    operation: str, thing: Stored, arrays: Sequence[Array], options: Mapping[str, Any]
-) -> Outcome | OpError:
+    operation: str, thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
+) -> Result | OpError:
     try:
-        return act(operation, thing, arrays, options)
+        return execute(operation, thing, arrays, options)
     except OpError as error:
         return error
     except Exception as error:
@@ -61,15 +61,17 @@ def _attempt(
         return message.error_from(message.error_to(error))
 
 
-def outcome_of(facts: Any, arrays: list[Array]) -> Outcome | OpError:
+def outcome_of(facts: Any, arrays: list[Array]) -> Result | OpError:
     """Return an outcome that was sent; see `_Order`."""
-    return message.error_from(facts) if isinstance(facts, dict) else Outcome(facts, arrays)
+    return message.error_from(facts) if isinstance(facts, dict) else Result(facts, arrays)
 
 
-class _Order:
+class _BatchRequest:
     """One request: an action on each of several variables."""
 
-    def __init__(self, operation: str, things: Sequence[Stored], work: Work) -> None:
+    def __init__(
+        self, operation: str, things: Sequence[StoredVariable], work: ServerRequest
+    ) -> None:
         self._operation = operation
         self._things = things
         self._work = work
@@ -78,11 +80,11 @@ class _Order:
         self._arrays = [[next(arrays) for _ in range(count)] for count in counts]
         options = work.arguments["options"]
         self._options = options if len(options) > 1 else options * len(things)
-        self._outcomes: list[Outcome | OpError | None] = [None] * len(things)
+        self._outcomes: list[Result | OpError | None] = [None] * len(things)
         self._lock = threading.Lock()
         self._jobs: dict[tuple[int, ...], Callable[[], None]] = {}  # by numbers of variables
         self._missing = 0
-        self._wait = AllReady(things)
+        self._wait = WaitInitialized(things)
         self._wait.on_done = self._go
         work.wait(self._withdraw, lambda: self._withdraw(CancelledError("given up")))
 
@@ -101,14 +103,14 @@ class _Order:
             self._release()
             self._work.fail(self._wait.error)
         elif not self._at_once():
-            self._jobs = {numbers: partial(self._do, numbers) for numbers in self._divided()}
+            self._jobs = {numbers: partial(self._do, numbers) for numbers in self._divide()}
             self._missing = len(self._jobs)
             for job in list(self._jobs.values()):
                 pool.UPDATES.submit(job)
 
     def _at_once(self) -> bool:
         """Perform everything here if that is short, and if no lock has to be waited for."""
-        if len(self._things) > _FEW or self._cold() or self._bytes() > _SHORT:
+        if len(self._things) > _FEW or self._not_ready() or self._bytes() > _SHORT:
             return False
         with ExitStack() as locks:
             for thing in self._things:
@@ -122,7 +124,7 @@ class _Order:
         self._reply()
         return True
 
-    def _cold(self) -> bool:
+    def _not_ready(self) -> bool:
         """Whether an optimizer may have to be compiled first, which takes a second."""
         if self._operation != "apply_gradients":
             return False
@@ -138,12 +140,12 @@ class _Order:
                 whole = "as" in options and not rows
             else:
                 whole = len(arrays) < 2 or thing.is_read
-            total += thing.held.nbytes if whole else 0
-            length = max(thing.held.shape[:1], default=1)
-            total += arrays[0].size * (thing.held.nbytes // max(length, 1)) if rows else 0
+            total += thing.locked.nbytes if whole else 0
+            length = max(thing.locked.shape[:1], default=1)
+            total += arrays[0].size * (thing.locked.nbytes // max(length, 1)) if rows else 0
         return total
 
-    def _divided(self) -> list[tuple[int, ...]]:
+    def _divide(self) -> list[tuple[int, ...]]:
         """Return the variables of each job: one for each long variable, and one for all others."""
         numbers = range(len(self._things))
         reads = self._operation in READS
@@ -159,7 +161,7 @@ class _Order:
         }
         self._end(outcomes)
 
-    def _end(self, outcomes: Mapping[int, Outcome | OpError]) -> None:
+    def _end(self, outcomes: Mapping[int, Result | OpError]) -> None:
         with self._lock:
             for number, outcome in outcomes.items():
                 self._outcomes[number] = outcome
@@ -175,7 +177,7 @@ class _Order:
         for outcome in self._outcomes:
             assert outcome is not None
             if isinstance(outcome, OpError):
-                outcome = Outcome(message.error_to(outcome), [])
+                outcome = Result(message.error_to(outcome), [])
             facts.append(outcome.facts)
             counts.append(len(outcome.arrays))
             arrays += outcome.arrays
@@ -189,11 +191,13 @@ class _Order:
         self._work.values = []
 
 
-def _serve(operation: str, things: Sequence[Stored], work: Work) -> None:
-    _Order(operation, things, work).start()
+def _serve(operation: str, things: Sequence[StoredVariable], work: ServerRequest) -> None:
+    _BatchRequest(operation, things, work).start()
 
 
-def set_first(thing: Stored, value: Array | Callable[[], Array], wanted: Mapping[str, Any]) -> None:
+def initialize_once(
+    thing: StoredVariable, value: Array | Callable[[], Array], wanted: Mapping[str, Any]
+) -> None:
     """Set the first value, unless there is one; see `Stored.initialize`.
 
     Raises:
@@ -212,7 +216,7 @@ def set_first(thing: Stored, value: Array | Callable[[], Array], wanted: Mapping
         thing.check(wanted)
 
 
-def _initialize(thing: Stored, work: Work) -> None:
+def _initialize(thing: StoredVariable, work: ServerRequest) -> None:
     (value,) = work.values
     value = np.asarray(value)
     if value.nbytes > _SHORT_VALUE:
@@ -221,35 +225,37 @@ def _initialize(thing: Stored, work: Work) -> None:
         _set_first(thing, value, work)
 
 
-def _make(thing: Stored, work: Work) -> None:
+def _make(thing: StoredVariable, work: ServerRequest) -> None:
     """Make the first value here; of several who ask for it, the first."""
 
     def make() -> Array:
-        return part_from_words(work.arguments["part"])()
+        return part_from_dict(work.arguments["part"])()
 
     pool.UPDATES.submit(partial(_set_first, thing, make, work))
 
 
-def _set_first(thing: Stored, value: Array | Callable[[], Array], work: Work) -> None:
+def _set_first(
+    thing: StoredVariable, value: Array | Callable[[], Array], work: ServerRequest
+) -> None:
     try:
-        set_first(thing, value, work.arguments["is"])
+        initialize_once(thing, value, work.arguments["is"])
     except Exception as error:
         work.fail(error)
     else:
         work.reply()
 
 
-KIND = register(
-    ResourceKind(
+KIND = register_type(
+    ResourceType(
         "Variable",
-        lambda description, name: Stored(name),
-        Stored.difference,
+        lambda description, name: StoredVariable(name),
+        StoredVariable.difference,
         {
             "initialize": _initialize,
             "make": _make,
             "missing": lambda thing, work: work.reply(missing=thing.value is None),
         },
-        Stored.discard,
+        StoredVariable.discard,
         {operation: partial(_serve, operation) for operation in ACTIONS},
     )
 )

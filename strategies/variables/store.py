@@ -23,10 +23,10 @@ from strategies.errors import (
 )
 from strategies.optimizers import LearningRate, Optimizer
 from strategies.rpc.function_names import function_named, name_of
-from strategies.rpc.operation import Attempt, Waiting
+from strategies.rpc.operation import OperationOwner, PendingOperation
 from strategies.rpc.wire import Array
 
-__all__ = ["AllReady", "Named", "Stored", "make_optimizer", "optimizer_as_words"]
+__all__ = ["WaitInitialized", "NamedArray", "StoredVariable", "make_optimizer", "optimizer_to_dict"]
 
 # What a task may be asked to make: the optimizers of this package, by name.
 _KINDS: dict[str, type[Optimizer]] = {
@@ -50,7 +50,7 @@ class _Rate:
         return (rate if self.instead is None else self.instead) * self.factor
 
 
-def optimizer_as_words(optimizer: Optimizer | None, operation: str) -> dict[str, Any] | None:
+def optimizer_to_dict(optimizer: Optimizer | None, operation: str) -> dict[str, Any] | None:
     """Return the class and the arguments of an optimizer, as msgpack can carry them.
 
     Raises:
@@ -85,14 +85,14 @@ def _plain(value: Any) -> Any:
     return value if isinstance(value, (bool, int)) else float(value)
 
 
-class Named(NamedTuple):
+class NamedArray(NamedTuple):
     """A variable as optimizers want it."""
 
     name: str
     value: Array
 
 
-class Stored:
+class StoredVariable:
     """One variable. What changes it holds `lock`.
 
     Args:
@@ -145,14 +145,14 @@ class Stored:
         return True
 
     @property
-    def held(self) -> Array:
+    def locked(self) -> Array:
         """The value, where it is known that there is one."""
         assert self.value is not None
         return self.value
 
     def view(self) -> Array:
         """Return the value, which will not change; with the lock held."""
-        view: Array = self.held.view()
+        view: Array = self.locked.view()
         view.flags.writeable = False
         return view
 
@@ -189,9 +189,9 @@ class Stored:
         self._rate.factor, self._rate.instead = factor, rate
         self.optimizer.apply_gradients([(gradient, self.named())])
 
-    def named(self) -> Named:
+    def named(self) -> NamedArray:
         """Return the variable as optimizers want it, to be changed."""
-        return Named(self.name, self.writable())
+        return NamedArray(self.name, self.writable())
 
     def when_ready(self, call: Callable[[OpError | None], None]) -> None:
         """Call when there is a value, which may be now, or with an error if there will be none."""
@@ -240,7 +240,7 @@ class Stored:
 
 def _alone() -> int:
     """Return how many references Python counts to a value that nobody reads."""
-    stored = Stored("")
+    stored = StoredVariable("")
     stored.value = np.empty(1)
     return sys.getrefcount(stored.value)
 
@@ -248,32 +248,32 @@ def _alone() -> int:
 _ALONE = _alone()
 
 
-class AllReady(Attempt, Waiting):
+class WaitInitialized(PendingOperation, OperationOwner):
     """Waits until several variables have their first values; it is its own engine.
 
     Args:
         things: the variables.
     """
 
-    def __init__(self, things: Sequence[Stored]) -> None:
+    def __init__(self, things: Sequence[StoredVariable]) -> None:
         self._things = things
         self._lock = threading.Lock()
         self._missing = 1 + len(things)
 
-    def submit(self, attempt: Attempt) -> None:
+    def submit(self, attempt: PendingOperation) -> None:
         """Begin to wait."""
         for thing in self._things:
             thing.when_ready(self._one)
         self._one(None)  # so that it does not end before all were asked
 
-    def withdraw(self, attempt: Attempt, error: OpError) -> None:
+    def withdraw(self, attempt: PendingOperation, error: OpError) -> None:
         """End the wait with an error; one of time says for which variables."""
         if isinstance(error, DeadlineExceededError):
             missing = " ".join(thing.name for thing in self._things if thing.value is None)
             error = DeadlineExceededError(f"{error.message}; no initial value yet of {missing}")
         self._end(error)
 
-    def abandon(self, attempt: Attempt) -> None:
+    def abandon(self, attempt: PendingOperation) -> None:
         """End the wait."""
         self.withdraw(attempt, CancelledError("the caller was interrupted"))
 
@@ -288,7 +288,7 @@ class AllReady(Attempt, Waiting):
         with self._lock:
             if self.done:
                 return
-            self.settle(error)
+            self.complete(error)
         for thing in self._things if error is not None else ():
             thing.forget(self._one)
-        self.tell()
+        self.notify()

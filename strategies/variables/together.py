@@ -11,8 +11,8 @@ import collectives as cc
 from strategies.core.sparse import Rows
 from strategies.errors import InvalidArgumentError
 from strategies.variables import items
-from strategies.variables.actions import Outcome
-from strategies.variables.items import Item, Reading, Update, packing, stepping
+from strategies.variables.actions import Result
+from strategies.variables.items import ReadResult, UpdateResult, VariableRequest, packing, stepping
 from strategies.variables.variable import AnyVariable
 
 __all__ = ["apply_all", "assign_all", "read_all"]
@@ -23,7 +23,7 @@ def read_all(
     *,
     compression: cc.Compression | None = cc.NONE,
     timeout: float | None = None,
-) -> list[Reading]:
+) -> list[ReadResult]:
     """Read several variables by one message to each task.
 
     Args:
@@ -41,7 +41,7 @@ def read_all(
     Cost: one round trip per task, however many variables; the tasks work at the same time.
     """
     options = packing(compression, "read_all")
-    asked = [Item(address, (), options) for v in variables for address in v.addresses]
+    asked = [VariableRequest(address, (), options) for v in variables for address in v.addresses]
     outcomes = iter(_perform("read", variables, asked, timeout))
     return [v.joined([next(outcomes) for _ in v.addresses], options) for v in variables]
 
@@ -55,7 +55,7 @@ def apply_all(
     learning_rate: float | None = None,
     compression: cc.Compression | None = cc.NONE,
     timeout: float | None = None,
-) -> list[Update | None]:
+) -> list[UpdateResult | None]:
     """Let the optimizers of several variables make a step, by one message to each task.
 
     Args:
@@ -81,7 +81,7 @@ def apply_all(
     if len(versions) != len(pairs):
         raise ValueError(f"apply_all: expected {len(pairs)} versions, got {len(versions)}")
     options = stepping(most_stale, scale_stale, learning_rate, compression)
-    steps: list[list[Item | None]] = [
+    steps: list[list[VariableRequest | None]] = [
         [] if gradient is None else variable.steps(gradient, version, options, compression)
         for (gradient, variable), version in zip(pairs, versions, strict=True)
     ]
@@ -108,7 +108,7 @@ def assign_all(
     """
     pairs = list(values_and_vars)
     asked = [
-        Item(address, arrays or ())
+        VariableRequest(address, arrays or ())
         for value, variable in pairs
         for address, arrays in zip(
             variable.addresses, variable.pieces("assign_all", value), strict=True
@@ -120,9 +120,9 @@ def assign_all(
 def _perform(
     operation: str,
     variables: Sequence[AnyVariable],
-    asked: Sequence[Item],
+    asked: Sequence[VariableRequest],
     timeout: float | None,
-) -> list[Outcome]:
+) -> list[Result]:
     services = {variable.service for variable in variables}
     if len(services) > 1:
         raise InvalidArgumentError(f"{operation}: the variables are of different services")

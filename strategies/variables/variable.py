@@ -12,12 +12,12 @@ from strategies.rpc.registry import Address
 from strategies.rpc.service import Service
 from strategies.rpc.wire import dtype_named
 from strategies.variables import partition
-from strategies.variables.operations import Operations
+from strategies.variables.operations import VariableOps
 
 __all__ = ["AnyVariable", "PartitionedVariable", "SharedVariable"]
 
 
-class SharedVariable(Operations[int]):
+class SharedVariable(VariableOps[int]):
     """An array on a task, for all tasks; `shared_variable` makes it or finds it.
 
     Every operation may raise `UnavailableError` (the task is dead, has left, or is silent),
@@ -74,16 +74,16 @@ class SharedVariable(Operations[int]):
             self._known = tuple(shape), dtype_named(dtype)
         return self._known
 
-    def _together(self, versions: Sequence[int | None]) -> int:
+    def _join(self, versions: Sequence[int | None]) -> int:
         (version,) = versions
         assert version is not None
         return version
 
-    def _apart(self, seen: int | None) -> Sequence[int | None]:
+    def _split(self, seen: int | None) -> Sequence[int | None]:
         return [seen]
 
 
-class PartitionedVariable(Operations[tuple[int | None, ...]]):
+class PartitionedVariable(VariableOps[tuple[int | None, ...]]):
     """An array in parts along one axis, each of which is a `SharedVariable`.
 
     Operations are those of `SharedVariable`, and reach all parts, or those that hold the rows, by
@@ -129,10 +129,10 @@ class PartitionedVariable(Operations[tuple[int | None, ...]]):
     def __repr__(self) -> str:
         return f"PartitionedVariable(name={self.name!r}, parts={len(self.parts)})"
 
-    def _together(self, versions: Sequence[int | None]) -> tuple[int | None, ...]:
+    def _join(self, versions: Sequence[int | None]) -> tuple[int | None, ...]:
         return tuple(versions)
 
-    def _apart(self, seen: Sequence[int | None] | None) -> Sequence[int | None]:
+    def _split(self, seen: Sequence[int | None] | None) -> Sequence[int | None]:
         versions = [None] * len(self.parts) if seen is None else list(seen)
         if len(versions) != len(self.parts):
             raise InvalidArgumentError(

@@ -18,7 +18,7 @@ import numpy as np
 from strategies.core.sparse import Gradient
 from strategies.optimizers import Optimizer
 
-__all__ = ["Hosted", "HostingStrategy", "Parameter", "refuse_others"]
+__all__ = ["ParameterHost", "HostingStrategy", "Parameter", "refuse_others"]
 
 
 class Parameter(NamedTuple):
@@ -35,7 +35,7 @@ class Parameter(NamedTuple):
     optimizer: Optimizer
 
 
-class Hosted:
+class ParameterHost:
     """Parameters of a model that a strategy updates, as variables of its own.
 
     Args:
@@ -88,7 +88,9 @@ class HostingStrategy(Protocol):
     def devices(self) -> Sequence[str]:
         """Of this process."""
 
-    def host(self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False) -> Hosted:
+    def host(
+        self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False
+    ) -> ParameterHost:
         """Take parameters over; see `ParameterServerStrategy.host`."""
 
     def use(self, optimizer: Any) -> None:

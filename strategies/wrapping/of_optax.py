@@ -17,7 +17,7 @@ from jax.experimental import io_callback
 from strategies.core.pytree import WHOLE
 from strategies.core.sparse import Gradient, Rows
 from strategies.optimizers.from_optax import equivalent
-from strategies.wrapping.hosting import Hosted, HostingStrategy, Parameter
+from strategies.wrapping.hosting import HostingStrategy, Parameter, ParameterHost
 
 __all__ = ["StrategyTransformation", "wrap"]
 
@@ -60,7 +60,7 @@ class _Steps:
         self._optimizer = equivalent(transformation)
         self._strategy = strategy
         self._names: list[str] = []
-        self._hosted: Hosted | None = None
+        self._hosted: ParameterHost | None = None
 
     def init(self, params: Any) -> Any:
         """Put the parameters on their tasks; *collective*, when it is called for the first time."""

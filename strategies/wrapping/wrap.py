@@ -18,7 +18,7 @@ __all__ = [
     "check_unwrapped",
     "is_hosting",
     "ranks_of",
-    "wrapped",
+    "wrap_optimizer",
 ]
 
 
@@ -84,7 +84,7 @@ def _check_alone(devices: Sequence[str]) -> None:
         )
 
 
-def wrapped(optimizer: Any, strategy: HostingStrategy, named_parameters: Any) -> Any:
+def wrap_optimizer(optimizer: Any, strategy: HostingStrategy, named_parameters: Any) -> Any:
     """Return an optimizer of the same kind; see `strategies.DistributedOptimizer`.
 
     Raises:

@@ -17,7 +17,7 @@ from strategies.accumulators.accumulators import ConditionalAccumulator, shared_
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.device_setter import GreedyLoadBalancing, byte_size, replica_device_setter
 from strategies.cluster.resolvers import SimpleClusterResolver, TFConfigClusterResolver
-from strategies.cluster.scopes import Placeable, device
+from strategies.cluster.scopes import PlacementRequest, device
 from strategies.cluster.spec import ClusterSpec
 from strategies.errors import (
     AbortedError,
@@ -158,7 +158,7 @@ def test_devices_of_all_tasks_are_known_everywhere(world):
                 for i in range(count)
             ]
             assert cluster.devices() == expected
-            thing = Placeable("f", "Function", device_types=("GPU", "CPU"))
+            thing = PlacementRequest("f", "Function", device_types=("GPU", "CPU"))
             for rank in range(comm.size):
                 with device(cluster.device_of(rank)):
                     place = cluster.place(thing)

@@ -435,7 +435,7 @@ def test_a_wrapped_optimizer_is_not_wrapped_again(world):
             self.optimizer = optimizer
 
     def check(comm):
-        made = hvd.Session(comm)
+        made = hvd.HorovodContext(comm)
         wrappers = [
             lambda given: strategies.DistributedOptimizer(given, comm=comm),
             lambda given: hvd.DistributedOptimizer(given, process_set=made.world),

@@ -18,7 +18,7 @@ FLOATS, INTEGERS = ("float16", "float32", "float64"), ("int8", "uint8", "int32",
 @contextlib.contextmanager
 def session(comm, **options):
     """The process set of all ranks of a communicator."""
-    made = hvd.Session(comm, **options)
+    made = hvd.HorovodContext(comm, **options)
     yield made
     made.close()
 

@@ -14,7 +14,7 @@ if jax:
 
 def test_arrays_of_jax(world):
     def check(comm):
-        made = hvd.Session(comm)
+        made = hvd.HorovodContext(comm)
         ranks = made.world
         x = jax.numpy.arange(4, dtype="float32") + comm.rank
         mean = hvd.allreduce(x, name="x", process_set=ranks)
@@ -44,7 +44,7 @@ def test_a_transformation_of_optax(world):
     optax = installed("optax")
 
     def check(comm):
-        made = hvd.Session(comm)
+        made = hvd.HorovodContext(comm)
         averaged = hvd.DistributedOptimizer(optax.sgd(0.5), process_set=made.world)
         parameters = {"w": jax.numpy.zeros(3)}
         state = averaged.init(parameters)

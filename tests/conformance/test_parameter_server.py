@@ -21,7 +21,7 @@ from strategies.errors import (
 )
 from strategies.parameter_server import ParameterServerStrategy
 from strategies.parameter_server.shard import PARAMETERS
-from strategies.parameter_server.staleness import Decision, Drop, Record, Scale
+from strategies.parameter_server.staleness import Decision, Drop, Scale, WorkerStats
 from strategies.rpc.message import Kind
 from tapped import silence
 
@@ -62,7 +62,7 @@ def test_each_push_is_applied_when_it_arrives(strategy, server):
         # Nobody had pulled since the start.
         assert report.version == workers.size
         ranks = server.cluster.training_ranks
-        assert report.records == {r: Record(1, 0, i, i) for i, r in enumerate(ranks)}
+        assert report.records == {r: WorkerStats(1, 0, i, i) for i, r in enumerate(ranks)}
         assert report.members == tuple(ranks)
     workers.barrier()
 

@@ -38,7 +38,7 @@ def status_of(program):
 
 
 def steps_in(folder):
-    return [int(path.name.removeprefix("step-")) for path in checkpoint.places(folder)]
+    return [int(path.name.removeprefix("step-")) for path in checkpoint.list_steps(folder)]
 
 
 def test_one_rank_stops_all_at_the_same_step(world):

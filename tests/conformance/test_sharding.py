@@ -177,7 +177,9 @@ def test_a_form_that_one_rank_cannot_make_is_an_error_on_all(world, monkeypatch)
     def absent(name):
         raise ImportError(f"No module named {name!r}")
 
-    monkeypatch.setattr(uneven, "form_of", lambda array: uneven.Form("torch", "int8", (3,), "cpu"))
+    monkeypatch.setattr(
+        uneven, "form_of", lambda array: uneven.EmptySpec("torch", "int8", (3,), "cpu")
+    )
     monkeypatch.setattr(uneven.importlib, "import_module", absent)
 
     def run(comm):

@@ -12,7 +12,7 @@ from calls import in_thread, until
 import collectives as cc
 from strategies.accumulators.accumulators import ConditionalAccumulator, shared_accumulator
 from strategies.accumulators.remote import open_accumulation
-from strategies.accumulators.sums import Part
+from strategies.accumulators.sums import GradientSpec
 from strategies.core.sparse import Rows
 from strategies.errors import InvalidArgumentError, OpError, OutOfRangeError, UnavailableError
 from strategies.optimizers import SGD, Momentum
@@ -182,7 +182,7 @@ def test_gradients_that_come_before_the_chief_are_the_first_ones(world):
         with SpareReplicaStrategy(aggregate, comm=comm) as strategy:
             w = strategy.variable(np.zeros(2), name="w")
             if comm.rank == 0:
-                part = Part("variable 'w', position 0", "float64", (2,))
+                part = GradientSpec("variable 'w', position 0", "float64", (2,))
                 engine = open_accumulation(
                     strategy.service, [part], mean=True, name="spare replicas: gradients",
                     most=aggregate, task=0,
@@ -367,7 +367,7 @@ def test_a_worker_that_is_lost_during_an_update_is_the_end_after_it(world):
             def apply_gradients(self, pairs):
                 updates.append(pairs)
                 assert len(updates) == 1
-                until(lambda: not rounds.computing())  # all have delivered, and wait
+                until(lambda: not rounds.active_workers())  # all have delivered, and wait
                 rounds.lose(1, "of a test")
 
         w = strategy.variable(np.zeros(1), name="w")

@@ -88,7 +88,7 @@ def test_a_session_commits_and_begins_where_the_state_is_else_at_the_newest_chec
             train(state, 20, fails_at=7)
         assert weights[0] == 8
         assert (state["step"], state["key"]) == (6, 12)
-        state.go_on(comm)
+        state.resume(comm)
         assert train(state, 9) == (6, 12, 6)
         assert (state["step"], state["key"]) == (9, 18)
         with strategies.CheckpointManager(folder, comm) as manager:
@@ -122,10 +122,10 @@ def test_a_rank_without_a_commit_is_given_one_with_the_place_of_another(world):
         if comm.rank == comm.size - 1 and comm.size > 1:  # another process, in its place
             given = things(0, 1)
             state = State(comm, **given, words=None, step=0)
-            state.go_on(comm, {comm.size - 1: comm.size - 1})
+            state.resume(comm, {comm.size - 1: comm.size - 1})
         else:
             given = own
-            state.go_on(comm, {comm.size - 1: comm.size - 1} if comm.size > 1 else None)
+            state.resume(comm, {comm.size - 1: comm.size - 1} if comm.size > 1 else None)
         assert state.number == 0
         assert (state["step"], state["words"]) == (3, ["a", {"b": 1.5}])
         expected = things(comm.rank, comm.size)
@@ -207,7 +207,7 @@ def test_fewer_ranks_go_on_and_no_row_is_lost_or_repeated(world):
         lost = [next(rows, None)]  # after the commit: comes again
         fewer = comm.split(0 if comm.rank < max(1, comm.size - 1) else None)
         if fewer is not None:
-            state.go_on(fewer)
+            state.resume(fewer)
             assert state.comm is fewer
             assert state["step"] == 1
             assert rng.random() == expected  # each rank keeps its own
@@ -242,7 +242,7 @@ def test_who_had_not_heard_of_the_last_commit_goes_back_to_it_too(world):
             assert state.number == 1
         del comm.barrier
         weights += 1
-        state.go_on(comm)
+        state.resume(comm)
         assert state.number == 2
         assert weights.tolist() == [2, 2, 2]
         assert state["step"] == 2

@@ -640,7 +640,7 @@ def test_a_wrapped_optimizer_is_not_wrapped_again(world):
         wrapped = strategies.DistributedOptimizer(sgd, comm=comm)
         with pytest.raises(ValueError, match="is wrapped already and .*, got TorchOptimizer"):
             strategies.DistributedOptimizer(wrapped, comm=comm)
-        made = hvd.Session(comm)
+        made = hvd.HorovodContext(comm)
         with pytest.raises(ValueError, match="is wrapped already and .*, got TorchOptimizer"):
             hvd.DistributedOptimizer(wrapped, process_set=made.world)
         made.close()

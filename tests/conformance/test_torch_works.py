@@ -18,7 +18,7 @@ if torch:
     from torch.distributed import _functional_collectives as functional
     from torch.distributed.distributed_c10d import _coalescing_manager as coalescing
 
-    from strategies.torch.rendezvous import limit_of
+    from strategies.torch.rendezvous import timeout_seconds
 
 
 def ones(rank, n=4):
@@ -153,9 +153,9 @@ def test_a_barrier_has_a_limit_of_its_own(torch_ranks):
 
 def test_a_programs_limit_goes_before_the_setting():
     comm = SimpleNamespace(settings=SimpleNamespace(timeout=5.0))
-    assert limit_of(datetime.timedelta(hours=2), comm) == 7200
-    assert limit_of(datetime.timedelta(seconds=1), comm) == 1
-    assert limit_of(dist.default_pg_timeout, comm) == 5
+    assert timeout_seconds(datetime.timedelta(hours=2), comm) == 7200
+    assert timeout_seconds(datetime.timedelta(seconds=1), comm) == 1
+    assert timeout_seconds(dist.default_pg_timeout, comm) == 5
 
 
 def test_a_second_init_and_what_is_left_of_the_first(torch_ranks):

@@ -33,15 +33,15 @@ COMMIT_STEPS, SAVE_STEPS = 2, 4
 
 # Functions before whose calls a rank may be killed; "start" and "step" are calls of this program.
 POINTS = {
-    "begin": (elastic_group.Members, "begin"),
-    "meet": (elastic_group.Members, "meet"),
-    "leave": (elastic_group.Members, "leave"),
-    "after": (elastic_group.Members, "after"),
-    "place": (elastic_group.Members, "place"),
+    "begin": (elastic_group.ElasticGroup, "begin"),
+    "meet": (elastic_group.ElasticGroup, "meet"),
+    "leave": (elastic_group.ElasticGroup, "leave"),
+    "after": (elastic_group.ElasticGroup, "after"),
+    "place": (elastic_group.ElasticGroup, "place"),
     "go_on": (elastic_state.State, "go_on"),
     "commit": (elastic_state.State, "commit"),
-    "hand_on": (commit_buffers.Copies, "hand_on"),
-    "turn": (commit_buffers.Copies, "turn"),
+    "hand_on": (commit_buffers.DoubleBuffer, "hand_on"),
+    "turn": (commit_buffers.DoubleBuffer, "turn"),
     "shrunk": (elastic_group, "shrunk"),
     "meeting": (ulfm, "meet"),
     "form": (ulfm, "form"),

@@ -7,9 +7,9 @@ import numpy as np
 import pytest
 
 from requirements import installed
-from strategies.averaging.passes import Passes
+from strategies.averaging.passes import GradientAccumulator
 from strategies.core import gradient_sums
-from strategies.core.sparse import Rows, fitted
+from strategies.core.sparse import Rows, checked_rows
 
 BF16 = ml_dtypes.bfloat16
 HALVES = [np.float16, BF16]
@@ -69,10 +69,10 @@ def test_rows_are_joined_and_those_of_one_index_added_up():
     one, other = Rows([3, 1], np.array([[1.0], [2.0]])), Rows([1, 0], np.array([[4.0], [8.0]]))
     total = gradient_sums.add(gradient_sums.add(None, one), other, 2)
     assert total.indices.tolist() == [3, 1, 1, 0]
-    mean = gradient_sums.over(total, 4)
+    mean = gradient_sums.divided(total, 4)
     assert mean.indices.tolist() == [0, 1, 3]
     assert mean.values.tolist() == [[4], [2.5], [0.25]]
-    merged = gradient_sums.merged([one, other])
+    merged = gradient_sums.merge_rows([one, other])
     assert (merged.indices.tolist(), merged.values.tolist()) == ([0, 1, 3], [[8], [6], [1]])
 
 
@@ -120,10 +120,10 @@ F32 = np.float32
 @pytest.mark.parametrize("shape", [(2, 3), (None, 3), None])
 def test_a_gradient_that_fits_is_returned(shape):
     gradient = np.ones((2, 3), F32)
-    assert fitted(gradient, shape, "float32", "apply", "variable: w") is gradient
-    rows = fitted(Rows([1, 0], gradient), shape, "float32", "apply", "variable: w")
+    assert checked_rows(gradient, shape, "float32", "apply", "variable: w") is gradient
+    rows = checked_rows(Rows([1, 0], gradient), shape, "float32", "apply", "variable: w")
     assert rows.indices.tolist() == [0, 1]
-    other = fitted(np.ones((2, 3)), shape, "float32", "apply", "variable: w", cast=True)
+    other = checked_rows(np.ones((2, 3)), shape, "float32", "apply", "variable: w", cast=True)
     assert other.dtype == np.float64
 
 
@@ -146,7 +146,7 @@ def test_a_gradient_that_fits_is_returned(shape):
 )
 def test_a_gradient_that_does_not_fit_is_named(gradient, shape, cast, error, words):
     with pytest.raises(error) as caught:
-        fitted(gradient, shape, "float32", "apply", "variable: w", cast=cast)
+        checked_rows(gradient, shape, "float32", "apply", "variable: w", cast=cast)
     assert words in str(caught.value)
     assert str(caught.value).startswith("apply: ")
     assert str(caught.value).endswith("(variable: w)")
@@ -171,7 +171,7 @@ def test_what_cannot_be_counted_is_refused(examples):
 
 def test_an_error_of_a_pass_is_kept_until_all_ranks_listen():
     rows, array = Rows([0], torch.ones(1)), torch.ones(2)
-    passes = Passes(2)
+    passes = GradientAccumulator(2)
     assert passes.add([rows]) is None
     whole = passes.add([array])  # of PyTorch, which does not add rows to an array
     assert isinstance(whole.error, TypeError)
@@ -184,7 +184,7 @@ def test_an_error_of_a_pass_is_kept_until_all_ranks_listen():
 
 @pytest.mark.parametrize("make", [np.asarray, torch.tensor], ids=["numpy", "torch"])
 def test_a_sum_has_the_memory_of_the_last_one_unless_somebody_holds_that(make):
-    memory = gradient_sums.Memory()
+    memory = gradient_sums.SumBuffers()
     given = [make(np.array([1.0, 2.0], np.float32)), make(np.array([3.0, 4.0], np.float32))]
 
     def mean():
@@ -208,7 +208,7 @@ def test_a_sum_has_the_memory_of_the_last_one_unless_somebody_holds_that(make):
 
 
 def test_memory_of_sums_is_for_floats_in_host_memory():
-    memory = gradient_sums.Memory()
+    memory = gradient_sums.SumBuffers()
     assert memory.like("w", np.ones(2, np.int64)) is None
     assert memory.like("w", np.ones(2, np.float16)) is None
     first = memory.like("w", np.ones(2))
@@ -219,6 +219,6 @@ def test_memory_of_sums_is_for_floats_in_host_memory():
 
 def test_gradients_that_torch_differentiates_are_added_out_of_its_sight():
     gradient = torch.ones(2, requires_grad=True) * 2
-    out = gradient_sums.Memory().like("w", gradient)
+    out = gradient_sums.SumBuffers().like("w", gradient)
     found = gradient_sums.mean([(gradient, 1), (gradient, 1)], 2, "float32", out)
     assert (found.tolist(), found.requires_grad) == ([2, 2], False)

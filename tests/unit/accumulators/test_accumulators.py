@@ -18,7 +18,7 @@ from strategies.accumulators.accumulators import (
     shared_accumulator,
 )
 from strategies.accumulators.engine import Take
-from strategies.accumulators.sums import Sum
+from strategies.accumulators.sums import GradientSum
 from strategies.core.sparse import Rows
 from strategies.errors import (
     CancelledError,
@@ -117,7 +117,7 @@ def test_a_take_for_which_there_is_no_memory_ends_by_an_error(make, monkeypatch)
     accumulator = make(ConditionalAccumulator, np.float32, (2,))
     accumulator.apply_grad([1, 2])
     with monkeypatch.context() as patched:
-        patched.setattr(Sum, "result", full)
+        patched.setattr(GradientSum, "result", full)
         with pytest.raises(InternalError, match="MemoryError: full"):
             accumulator.take_grad(1)
     accumulator.apply_grad([3, 4], local_step=1)

@@ -7,7 +7,7 @@ import threading
 import numpy as np
 
 from strategies.averaging.overlap import Overlap
-from strategies.averaging.passes import Contribution
+from strategies.averaging.passes import LocalGradient
 
 PLACES = 6
 
@@ -35,7 +35,7 @@ class BucketsThatAreMet:
 
 def test_threads_take_turns_in_the_buckets():
     buckets = BucketsThatAreMet()
-    contribution = Contribution([np.full(3, i) for i in range(PLACES)])
+    contribution = LocalGradient([np.full(3, i) for i in range(PLACES)])
     early = Overlap(buckets, range(PLACES), 2.0, contribution)
 
     def of_a_device(positions):
@@ -51,4 +51,4 @@ def test_threads_take_turns_in_the_buckets():
     assert not buckets.met
     assert sorted(buckets.order) == list(range(PLACES))
     assert [x.tolist() for x in early.finish()] == [[2.0 * i] * 3 for i in range(PLACES)]
-    assert early.holds(contribution, unchanged=range(PLACES))
+    assert early.matches(contribution, unchanged=range(PLACES))

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strategies.averaging.passes import Passes
+from strategies.averaging.passes import GradientAccumulator
 
 
 class Full:
@@ -19,7 +19,7 @@ class Full:
 
 
 def test_passes_are_added_until_there_are_enough():
-    passes = Passes(3)
+    passes = GradientAccumulator(3)
     assert passes.add([np.ones(2)]) is None
     whole = passes.add([np.full(2, 5.0)], count=2)
     assert whole.gradients[0].tolist() == [6.0, 6.0]
@@ -28,7 +28,7 @@ def test_passes_are_added_until_there_are_enough():
 
 @pytest.mark.parametrize("before", [0, 1])
 def test_they_are_enough_if_they_are_said_to_be_complete(before):
-    passes = Passes(5)
+    passes = GradientAccumulator(5)
     for _ in range(before):
         assert passes.add([np.ones(2)], examples=2) is None
     whole = passes.add([np.full(2, 4.0)], examples=2, complete=True)
@@ -39,7 +39,7 @@ def test_they_are_enough_if_they_are_said_to_be_complete(before):
 
 
 def test_an_error_of_any_kind_waits_for_the_others():
-    passes = Passes(2)
+    passes = GradientAccumulator(2)
     assert passes.add([Full()]) is None
     whole = passes.add([np.ones(2)])
     assert isinstance(whole.error, MemoryError)

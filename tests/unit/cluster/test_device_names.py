@@ -8,7 +8,7 @@ from dataclasses import FrozenInstanceError
 import pytest
 
 from strategies.cluster.device_spec import DeviceSpec
-from strategies.cluster.scopes import Placeable, current_device, device, requested
+from strategies.cluster.scopes import PlacementRequest, current_device, device, requested_device
 
 parse = DeviceSpec.from_string
 
@@ -108,7 +108,7 @@ def test_merging_keeps_what_the_other_does_not_say():
 
 
 def place(device_="", **facts):
-    return requested(Placeable("v", "Variable", device_, **facts)).to_string()
+    return requested_device(PlacementRequest("v", "Variable", device_, **facts)).to_string()
 
 
 def test_blocks_add_to_each_other_and_the_inner_one_counts():
@@ -170,7 +170,7 @@ def test_blocks_are_each_threads_own():
 
 
 def test_the_size_of_a_value():
-    assert Placeable("v", "Variable", "", (3, 4), "float32").nbytes == 48
+    assert PlacementRequest("v", "Variable", "", (3, 4), "float32").nbytes == 48
     for shape, dtype in ((None, "float32"), ((None, 2), "float32"), ((2,), None)):
         with pytest.raises(ValueError, match="expected a known shape and dtype"):
-            _ = Placeable("v", "Variable", "", shape, dtype).nbytes
+            _ = PlacementRequest("v", "Variable", "", shape, dtype).nbytes

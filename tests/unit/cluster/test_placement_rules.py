@@ -14,11 +14,11 @@ from strategies.cluster.device_setter import (
     replica_device_setter,
 )
 from strategies.cluster.placement import Placer, devices_of
-from strategies.cluster.scopes import Placeable, device, requested
+from strategies.cluster.scopes import PlacementRequest, device, requested_device
 from strategies.errors import InvalidArgumentError
 
-VARIABLE = Placeable("v", "Variable")
-FUNCTION = Placeable("f", "Function", device_types=("GPU", "CPU"))
+VARIABLE = PlacementRequest("v", "Variable")
+FUNCTION = PlacementRequest("f", "Function", device_types=("GPU", "CPU"))
 
 TASKS = {
     ("ps", 0): devices_of(1),
@@ -108,7 +108,7 @@ def where(setter, *things):
     found = []
     for kind, inner in things:
         with device(setter), device(inner):
-            found.append(requested(Placeable(f"n{len(found)}", kind)).to_string())
+            found.append(requested_device(PlacementRequest(f"n{len(found)}", kind)).to_string())
     return found
 
 
@@ -157,7 +157,7 @@ def test_no_ps_tasks_no_constraint():
     assert replica_device_setter(0) is None
     assert replica_device_setter(cluster={"ps": [], "worker": ["w:1"]}) is None
     with device(replica_device_setter(0)):
-        assert requested(VARIABLE).to_string() == ""
+        assert requested_device(VARIABLE).to_string() == ""
 
 
 def test_other_types_and_other_choices():
@@ -175,7 +175,7 @@ SHAPES = [(2, 2), (2, 1), (2, 2), (1, 3)]
 )
 def test_greedy_choice_takes_the_least_loaded_task(load, tasks):
     choose = GreedyLoadBalancing(2, load)
-    things = [Placeable(f"v{i}", "Variable", "", s, "float32") for i, s in enumerate(SHAPES)]
+    things = [PlacementRequest(f"v{i}", "Variable", "", s, "float32") for i, s in enumerate(SHAPES)]
     assert [choose(thing) for thing in things] == tasks
     if load is byte_size:
         with pytest.raises(ValueError, match="known shape"):
@@ -186,7 +186,7 @@ def test_random_choice_depends_on_name_and_seed_alone():
     names = [f"v{i}" for i in range(200)]
 
     def choices(seed):
-        return [RandomChoice(4, seed)(Placeable(name, "Variable")) for name in names]
+        return [RandomChoice(4, seed)(PlacementRequest(name, "Variable")) for name in names]
 
     assert choices(1) == choices(1) != choices(2)
     assert all(25 < choices(1).count(task) < 80 for task in range(4))

@@ -18,7 +18,14 @@ from strategies.errors import (
     OutOfRangeError,
     UnavailableError,
 )
-from strategies.input import ShardedInput, Turns, batch, batch_join, csv_batches, shuffle_batch
+from strategies.input import (
+    ReaderRoundRobin,
+    ShardedInput,
+    batch,
+    batch_join,
+    csv_batches,
+    shuffle_batch,
+)
 from strategies.input.producers import preload
 from strategies.session import TrainingSession, hooks
 
@@ -59,12 +66,12 @@ def test_csv_batches_go_on_as_undisturbed(files, options, taken):
             next(batches)
         state = json.loads(json.dumps(batches.state()))
     with rows(files, **options) as batches:
-        batches.go_on(state)
+        batches.resume(state)
         assert [b[0].tolist() for b in batches] == whole[taken:]
     with rows(files, **options) as batches:  # also where some have been taken
         for _ in range(min(taken, 1)):
             next(batches)
-        batches.go_on(state)
+        batches.resume(state)
         assert batches.state() == state
         assert [b[0].tolist() for b in batches] == whole[taken:]
 
@@ -92,7 +99,7 @@ def test_shuffle_batch_goes_on(files):
     with made() as batches:
         whole = [b.tolist() for b in batches]
     with made() as batches:
-        batches.go_on({"batches": [6]})
+        batches.resume({"batches": [6]})
         assert [b.tolist() for b in batches] == whole[6:]
 
 
@@ -109,16 +116,16 @@ def test_states_that_do_not_fit(files):
     with rows(files) as batches:
         for bad in ({}, {"batches": 3}, {"batches": [-1]}, {"batches": ["1"]}, {"batches": [True]}):
             with pytest.raises(InvalidArgumentError, match="not the state"):
-                batches.go_on(bad)
+                batches.resume(bad)
         with pytest.raises(InvalidArgumentError, match="expected 1, got 2"):
-            batches.go_on({"batches": [1, 1]})
+            batches.resume({"batches": [1, 1]})
         for readers in ([2], 2, [1, 1], ["1"]):
             with pytest.raises(InvalidArgumentError, match="threads that read, expected 1"):
-                batches.go_on({"batches": [1], "readers": readers})
+                batches.resume({"batches": [1], "readers": readers})
         next(batches)
         next(batches)
         with pytest.raises(FailedPreconditionError, match="at most 1 batches taken before, got 2"):
-            batches.go_on({"batches": [1]})
+            batches.resume({"batches": [1]})
 
 
 def uneven(tmp_path):
@@ -152,7 +159,7 @@ def test_several_readers_give_each_row_once_over_a_restore(tmp_path, num_threads
         state = json.loads(json.dumps(batches.state()))
     assert state == {"batches": [20], "readers": [num_threads]}
     with rows(paths, **options) as batches:
-        batches.go_on(state)
+        batches.resume(state)
         rest = flat(batches)
     assert sorted(used + rest) == everything
     assert used + rest == whole
@@ -177,7 +184,7 @@ def test_functions_hand_over_by_turns_whichever_is_slow(slow):
     """The rounds: a and b and c, then those that have more."""
     sources, event = [["a1", "a2"], ["b1"], ["c1", "c2", "c3", "c4"]], threading.Event()
     reads = [held_back(s, event if i == slow else None) for i, s in enumerate(sources)]
-    with batch_join(reads, 1, turns=Turns(3)) as batches:
+    with batch_join(reads, 1, turns=ReaderRoundRobin(3)) as batches:
         assert [b[0] for b in batches] == ["a1", "b1", "c1", "a2", "c2", "c3", "c4"]
         assert batches.state() == {"batches": [7], "readers": [3]}
 
@@ -192,12 +199,12 @@ def test_who_waits_for_a_turn_ends_with_the_pipeline():
         blocked.wait(10)
         raise ValueError("no such sensor")
 
-    with batch_join([endless, fails], 1, turns=Turns(2)) as batches:
+    with batch_join([endless, fails], 1, turns=ReaderRoundRobin(2)) as batches:
         next(batches)  # the first of `endless`; its next turn comes after that of `fails`
         blocked.set()
         with pytest.raises(ValueError, match="sensor"):
             list(batches)
-    with batch_join([endless, lambda: 2], 1, turns=Turns(2), capacity=1) as batches:
+    with batch_join([endless, lambda: 2], 1, turns=ReaderRoundRobin(2), capacity=1) as batches:
         next(batches)  # and then the end of the block, where one waits for the other
     assert set(threading.enumerate()) <= threads
 
@@ -208,7 +215,7 @@ def test_turns_are_for_as_many_functions_that_differ():
 
     for reads in ([read, read], [read]):
         with pytest.raises(ValueError, match="different functions, expected 2, got 1"):
-            batch_join(reads, 1, turns=Turns(2))
+            batch_join(reads, 1, turns=ReaderRoundRobin(2))
 
 
 EPOCHS = 3
@@ -230,7 +237,7 @@ def train(files, folder, comm=None, last_step=None):
         for epoch in range(session["epoch"], EPOCHS):
             with rows(own, seed=epoch, num_epochs=1, min_after_dequeue=20) as batches:
                 if session["input"] is not None:
-                    batches.go_on(session["input"], comm)
+                    batches.resume(session["input"], comm)
                 session.update(epoch=epoch, input=batches)
                 for batch in batches:
                     session.run(step, batch)
@@ -301,11 +308,11 @@ def test_sharded_input_goes_on_with_any_number_of_ranks(policy, later):
 
     def second(comm):
         batches = batch(sharded(comm, policy), 3, allow_smaller_final_batch=True)
-        batches.go_on(state, comm)
+        batches.resume(state, comm)
         with batches:
             rest = [row for rows in batches for row in rows]
             with pytest.raises(FailedPreconditionError, match="open"):
-                batches.go_on(state, comm)
+                batches.resume(state, comm)
         return rest
 
     rest = run_ranks(later, second)

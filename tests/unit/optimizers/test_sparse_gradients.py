@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 from optimizer_table import MAKERS
 from other_memory import OtherMemory
 from strategies import Rows
-from strategies.core.sparse import in_order
+from strategies.core.sparse import coalesced_checked
 
 # For these, rows without a gradient are as if it were zero.
 AS_DENSE = ["sgd", "adagrad"]
@@ -70,7 +70,7 @@ def test_rows_of_one_index_are_summed(indices, dtype, width):
     values = np.arange(len(indices) * width).reshape(len(indices), width) % 5
     rows = Rows(np.array(indices, np.int32), values.astype(dtype))
     before = rows.values.copy()
-    found = in_order(rows, "test", "here", length=7)
+    found = coalesced_checked(rows, "test", "here", length=7)
     assert found.indices.tolist() == sorted(set(indices))
     expected = np.zeros((7, width))
     np.add.at(expected, np.array(indices, int), values)
@@ -93,7 +93,7 @@ def test_sums_of_16_bit_rows_are_not_rounded_in_between():
     # 2048 + 1 is 2048 in float16; all of them at once are 2048 + 64.
     values = np.ones((65, 1), np.float16)
     values[0] = 2048
-    found = in_order(Rows(np.zeros(65, int), values), "test", "here")
+    found = coalesced_checked(Rows(np.zeros(65, int), values), "test", "here")
     assert found.values.tolist() == [[2048 + 64]]
     variable = np.array([[2112.0]], np.float16)
     MAKERS["sgd"](1.0).apply_gradients([(Rows(np.zeros(65, int), values), variable)])

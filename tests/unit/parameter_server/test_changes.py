@@ -5,12 +5,12 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strategies.parameter_server.changes import Changes
+from strategies.parameter_server.changes import DirtyRows
 
 
 def noted(*updates, rows=100):
     """Note an update for each version from 1 on: rows, or None for all of them."""
-    changes = Changes((rows, 2))
+    changes = DirtyRows((rows, 2))
     for version, indices in enumerate(updates, 1):
         if indices is None:
             changes.all(version)
@@ -44,7 +44,7 @@ def test_what_is_more_than_half_of_the_rows_is_forgotten_from_the_oldest():
 
 @pytest.mark.parametrize("shape", [(), (0, 3), (1,)])
 def test_variables_with_no_row_or_one_are_sent_whole(shape):
-    changes = Changes(shape)
+    changes = DirtyRows(shape)
     assert changes.since(0).tolist() == []
     changes.rows(1, np.zeros(min(1, len(shape)), np.int64)) if shape == (1,) else changes.all(1)
     assert changes.since(0) is None

@@ -6,24 +6,31 @@ import numpy as np
 import pytest
 
 from strategies.cluster.device_setter import GreedyLoadBalancing, RoundRobin, byte_size
-from strategies.cluster.scopes import Placeable
+from strategies.cluster.scopes import PlacementRequest
 from strategies.core.sparse import Rows
 from strategies.parameter_server.served_variable import number_of_parts, offsets, parts_of
-from strategies.parameter_server.staleness import Decision, Drop, Ledger, Record, Scale, weight
+from strategies.parameter_server.staleness import (
+    Decision,
+    Drop,
+    Scale,
+    StalenessTracker,
+    WorkerStats,
+    weight,
+)
 from strategies.variables import partition
 
 
 @pytest.mark.parametrize("workers", [1, 2, 3, 8])
 def test_workers_that_take_turns_are_workers_minus_one_behind(workers):
-    ledger = Ledger()
+    ledger = StalenessTracker()
     pulled = [0] * workers
     rounds = 20
     for _ in range(rounds):
         for worker in range(workers):
-            ledger.judge(worker, pulled[worker])
+            ledger.weigh(worker, pulled[worker])
             ledger.version += 1
             pulled[worker] = ledger.version
-    total = sum(ledger.records.values(), Record())
+    total = sum(ledger.records.values(), WorkerStats())
     assert total.applied == ledger.version == rounds * workers
     assert total.most_staleness == workers - 1
     # But for the first round, in which worker w is w updates behind.
@@ -32,12 +39,12 @@ def test_workers_that_take_turns_are_workers_minus_one_behind(workers):
 
 
 def test_what_is_too_stale_is_dropped_and_counted():
-    ledger = Ledger(Drop(2))
+    ledger = StalenessTracker(Drop(2))
     ledger.version = 5
-    assert ledger.judge(1, 3) == Decision(2, 1.0)
-    assert ledger.judge(1, 2) == Decision(3, 0.0)
-    assert ledger.judge(2, 0) == Decision(5, 0.0)
-    assert ledger.records == {1: Record(1, 1, 2, 2), 2: Record(0, 1, 0, 0)}
+    assert ledger.weigh(1, 3) == Decision(2, 1.0)
+    assert ledger.weigh(1, 2) == Decision(3, 0.0)
+    assert ledger.weigh(2, 0) == Decision(5, 0.0)
+    assert ledger.records == {1: WorkerStats(1, 1, 2, 2), 2: WorkerStats(0, 1, 0, 0)}
     assert ledger.records[1].mean_staleness == 2
     assert ledger.records[2].mean_staleness == 0
     assert ledger.version == 5  # counting updates is for whoever makes them
@@ -51,10 +58,10 @@ def test_scaling_counts_fresh_gradients_in_full():
 
 @pytest.mark.parametrize("version", [-1, 4])
 def test_a_version_that_has_not_been_is_an_error(version):
-    ledger = Ledger()
+    ledger = StalenessTracker()
     ledger.version = 3
     with pytest.raises(ValueError, match=rf"expected 0 .. 3, got {version} \(worker: task 7\)"):
-        ledger.judge(7, version)
+        ledger.weigh(7, version)
     assert not ledger.records
 
 
@@ -100,7 +107,7 @@ def test_greedy_placement_sees_the_bytes_of_parts():
     choice = GreedyLoadBalancing(2, byte_size)
     assert [p.task for p in parts_of("a", (8, 2), "f4", 1, choice)] == [0]
     assert [p.task for p in parts_of("b", (8, 2), "f4", 2, choice)] == [1, 1]
-    assert choice(Placeable("c", "Variable", shape=(1,), dtype="f8")) == 0
+    assert choice(PlacementRequest("c", "Variable", shape=(1,), dtype="f8")) == 0
 
 
 @pytest.mark.parametrize("answer", [[], [2], [0, 1], [1, 2], [1.5, 1], [2, 1, 1]])

@@ -23,10 +23,10 @@ from strategies.errors import (
 from strategies.queues.kinds import FIFOQueue
 from strategies.queues.remote import shared_queue
 from strategies.rpc import message as protocol
-from strategies.rpc.client import Requests
+from strategies.rpc.client import PendingRequests
 from strategies.rpc.message import Kind
-from strategies.rpc.message_loop import Exchange
-from strategies.rpc.registry import Address, ResourceKind, register
+from strategies.rpc.message_loop import MessageLoop
+from strategies.rpc.registry import Address, ResourceType, register_type
 from tapped import silence
 
 LIMIT = 20.0
@@ -174,7 +174,7 @@ class Busy:
 
 
 def test_a_death_is_noticed_while_messages_come_without_a_pause():
-    exchange = Exchange(Busy(), LIMIT, lambda work, target: None)
+    exchange = MessageLoop(Busy(), LIMIT, lambda work, target: None)
     try:
         assert exchange.departures([2], LIMIT) == {2: "task 2 died"}
     finally:
@@ -203,8 +203,8 @@ def test_things_of_any_kind_can_be_served(services):
     def fail(thing, work):
         raise KeyError("of a test")
 
-    kind = register(
-        ResourceKind(
+    kind = register_type(
+        ResourceType(
             "things of a test", lambda description, name: [], lambda thing, description: None,
             {"keep": keep, "fail": fail}, lambda thing: None,
         )
@@ -219,7 +219,7 @@ def test_things_of_any_kind_can_be_served(services):
         services[1].request(place, "fail")
     with pytest.raises(UnimplementedError, match="expected one of fail keep, got 'nothing'"):
         services[1].request(place, "nothing")
-    unknown = ResourceKind("unknown", kind.make, kind.difference, {}, kind.discard)
+    unknown = ResourceType("unknown", kind.make, kind.difference, {}, kind.discard)
     with pytest.raises(NotFoundError, match="no such kind of object"):
         services[1].open(unknown, {}, name="other")
 
@@ -233,8 +233,8 @@ def test_things_of_any_kind_can_be_served(services):
     ids=["cannot be written", "cannot be sent"],
 )
 def test_an_answer_that_cannot_be_sent_is_an_error(services, values, names, message):
-    kind = register(
-        ResourceKind(
+    kind = register_type(
+        ResourceType(
             "too large for a test", lambda description, name: [], lambda thing, description: None,
             {"large": lambda thing, work: work.reply([*map(np.asarray, values)], names=names),
              "small": lambda thing, work: work.reply()}, lambda thing: None,
@@ -278,7 +278,7 @@ def test_nobody_waits_for_answers_when_nothing_can_be_sent(end):
         if frames[0][1] == Kind.DISOWN:
             raise OSError("broken for a test")
 
-    requests, answers = Requests(broken, 2, LIMIT), []
+    requests, answers = PendingRequests(broken, 2, LIMIT), []
     for _ in range(2):
         requests.start(Address(1, "", "thing"), "ask", {}, (), answers.append)
     with pytest.raises(OSError, match="broken for a test"):
@@ -334,8 +334,8 @@ def test_memory_of_requests_that_said_how_to_end_them_is_released(services):
         seen.append(weakref.ref(work))
         work.reply()
 
-    kind = register(
-        ResourceKind(
+    kind = register_type(
+        ResourceType(
             "waiting of a test", lambda description, name: [], lambda thing, description: None,
             {"ask": answer}, lambda thing: None,
         )

@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from strategies.replicas.workers import Cores
+from strategies.replicas.workers import CoreAffinity
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="threads have no cores here"
@@ -40,18 +40,18 @@ def moves(monkeypatch):
 
 def test_the_second_on_a_core_moves_once_and_is_free_again(moves):
     begin, asked = moves
-    first = begin(Cores(), [0, 1, 2], others={first_free := 1 << 20, 1 << 21})
+    first = begin(CoreAffinity(), [0, 1, 2], others={first_free := 1 << 20, 1 << 21})
     everything = {first, first_free, 1 << 21}
     assert asked == [{first_free}, everything, {1 << 21}, everything]
 
 
 def test_without_a_free_core_all_stay(moves):
     begin, asked = moves
-    begin(Cores(), [0, 1], others=set())
+    begin(CoreAffinity(), [0, 1], others=set())
     assert asked == []
 
 
 def test_a_replica_is_not_in_its_own_way(moves):
     begin, asked = moves
-    begin(Cores(), [0, 0], others={1 << 20})
+    begin(CoreAffinity(), [0, 0], others={1 << 20})
     assert asked == []

@@ -9,7 +9,7 @@ import strategies
 from strategies import errors
 from strategies.checkpoint import Saver, checkpoint
 from strategies.session import Evaluator, TrainingSession, hooks
-from strategies.session.evaluation import ScoreNew
+from strategies.session.evaluation import EvaluateCheckpoints
 
 
 class Scored:
@@ -101,7 +101,7 @@ def test_a_session_scores_its_own_checkpoints(tmp_path, background):
     scored, weights = Scored(tmp_path), np.zeros(2)
     with strategies.CheckpointManager(scored.folder, background=background) as checkpoints:
         saver = Saver(checkpoints, w=weights)
-        around = [hooks.StopAtStep(5), ScoreNew(scored.evaluator)]
+        around = [hooks.StopAtStep(5), EvaluateCheckpoints(scored.evaluator)]
         with TrainingSession(saver, save_steps=2, hooks=around) as session:
             while not session.should_stop():
                 session.run(weights.__iadd__, 1)

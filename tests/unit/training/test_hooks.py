@@ -62,8 +62,8 @@ def test_callbacks_come_in_order(tmp_path):
 
 def test_the_documented_order():
     order = [
-        hooks.StopAtStep, hooks.StepCounter, hooks.Logging, hooks.NanGuard, hooks.Hook, Summaries,
-        hooks.Checkpoints, hooks.Profiler, hooks.Final,
+        hooks.StopAtStep, hooks.StepCounter, hooks.LogValues, hooks.NanGuard, hooks.Hook, Summaries,
+        hooks.SaveCheckpoints, hooks.Profiler, hooks.RunAtEnd,
     ]  # fmt: skip
     assert sorted(order, key=lambda kind: kind.order) == order
     assert len({kind.order for kind in order}) == len(order)
@@ -113,7 +113,7 @@ def test_steps_per_second_are_counted(caplog):
 )
 def test_values_are_logged(caplog, given, steps):
     with caplog.at_level(logging.INFO, "strategies.training"):
-        run(hooks.Logging(**given), steps=5, function=lambda: {"loss": 0.12346, "epoch": 3})
+        run(hooks.LogValues(**given), steps=5, function=lambda: {"loss": 0.12346, "epoch": 3})
     assert [r.message for r in caplog.records] == [
         f"step {step}: loss 0.1235, epoch 3" for step in steps
     ]
@@ -121,9 +121,9 @@ def test_values_are_logged(caplog, given, steps):
 
 def test_logging_wants_one_of_three():
     with pytest.raises(ValueError, match="Logging: "):
-        hooks.Logging(at_end=True, every_steps=1)
+        hooks.LogValues(at_end=True, every_steps=1)
     with pytest.raises(ValueError, match="Logging: "):
-        hooks.Logging()
+        hooks.LogValues()
 
 
 @pytest.mark.parametrize("bad", [math.nan, math.inf, np.float32("nan")])
@@ -152,7 +152,7 @@ def test_the_guard_says_what_it_misses():
 
 
 def test_a_last_value():
-    final = hooks.Final(lambda: 0.97)
+    final = hooks.RunAtEnd(lambda: 0.97)
     assert final.value is None
     run(final)
     assert final.value == 0.97

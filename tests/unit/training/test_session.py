@@ -32,7 +32,7 @@ class Training:
         return {"loss": loss}
 
     def steps_saved(self):
-        return [int(path.name.removeprefix("step-")) for path in checkpoint.places(self.folder)]
+        return [int(path.name.removeprefix("step-")) for path in checkpoint.list_steps(self.folder)]
 
     @property
     def folder(self):
@@ -173,7 +173,7 @@ def test_recoveries_end(training):
 
 
 def test_other_errors_are_never_retried_and_nothing_is_saved_after_them(training):
-    ended = hooks.Final(lambda: "the end")
+    ended = hooks.RunAtEnd(lambda: "the end")
     calls = []
 
     def step():

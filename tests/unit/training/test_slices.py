@@ -8,8 +8,8 @@ import numpy as np
 import pytest
 
 from strategies import errors
-from strategies.checkpoint.boxes import Box, Slice, check_tiles, inside, overlap, rows, whole
-from strategies.checkpoint.write_plan import Holding, writers
+from strategies.checkpoint.boxes import Box, Slice, check_tiles, inside, overlap, split, whole
+from strategies.checkpoint.write_plan import HeldPart, assign_writers
 
 SHAPES = [(), (1,), (7,), (0, 3), (5, 4), (1, 6, 2), (40, 1 << 14)]
 
@@ -33,7 +33,7 @@ def test_overlap_is_that_of_the_sets_of_indices():
 def test_rows_tile_a_box_and_lie_in_one_run(shape):
     array = np.zeros(shape)
     for count in range(1, 9):
-        parts = rows(whole(shape), count)
+        parts = split(whole(shape), count)
         check_tiles(shape, parts)
         assert len(parts) <= count
         assert all(array[inside(part, whole(shape))].flags.c_contiguous for part in parts)
@@ -59,16 +59,16 @@ def test_what_does_not_tile_is_found_whatever_the_cuts():
 def test_every_element_is_written_once_by_a_rank_that_has_it(size):
     held = [
         {
-            "replicated": Holding("float32", 4, (40, 1 << 14), whole((40, 1 << 14))),
-            "small": Holding("float64", 8, (), whole(())),
-            "cut": Holding("int8", 1, (size, 5), Box((rank, 0), (1, 5))),
-            **({"own": Holding("int8", 1, (9,), whole((9,)))} if rank == size - 1 else {}),
-            **({"pairs": Holding("int8", 1, (size // 2 * 4,), Box((rank // 2 * 4,), (4,)))}
+            "replicated": HeldPart("float32", 4, (40, 1 << 14), whole((40, 1 << 14))),
+            "small": HeldPart("float64", 8, (), whole(())),
+            "cut": HeldPart("int8", 1, (size, 5), Box((rank, 0), (1, 5))),
+            **({"own": HeldPart("int8", 1, (9,), whole((9,)))} if rank == size - 1 else {}),
+            **({"pairs": HeldPart("int8", 1, (size // 2 * 4,), Box((rank // 2 * 4,), (4,)))}
                if rank < size // 2 * 2 else {}),
         }
         for rank in range(size)
     ]  # fmt: skip
-    shares = writers(held)
+    shares = assign_writers(held)
     for name, shape in {
         "replicated": (40, 1 << 14),
         "small": (),
@@ -90,7 +90,7 @@ def test_every_element_is_written_once_by_a_rank_that_has_it(size):
 
 
 def int8(first, count, extent, dtype="int8"):
-    return Holding(dtype, 1, (extent,), Box((first,), (count,)))
+    return HeldPart(dtype, 1, (extent,), Box((first,), (count,)))
 
 
 @pytest.mark.parametrize(
@@ -104,7 +104,7 @@ def int8(first, count, extent, dtype="int8"):
 )
 def test_ranks_that_do_not_fit_together(one, other, text):
     with pytest.raises(errors.InvalidArgumentError, match=f"{text}.*tensor: w"):
-        writers([{"w": one}, {"w": other}])
+        assign_writers([{"w": one}, {"w": other}])
 
 
 def test_a_slice_lies_inside():

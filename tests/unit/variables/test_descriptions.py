@@ -31,7 +31,7 @@ def schedule(step):
 
 @pytest.mark.parametrize("optimizer", MADE, ids=lambda made: type(made).__name__)
 def test_an_optimizer_that_was_described_takes_the_same_steps(optimizer):
-    words = msgpack.unpackb(msgpack.packb(descriptions.optimizer_as_words(optimizer, "test")))
+    words = msgpack.unpackb(msgpack.packb(descriptions.optimizer_to_dict(optimizer, "test")))
     twin = descriptions.make_optimizer(words)
     original = copy.deepcopy(optimizer)
     assert original.arguments == optimizer.arguments
@@ -43,23 +43,23 @@ def test_an_optimizer_that_was_described_takes_the_same_steps(optimizer):
 
 
 def test_equal_optimizers_have_equal_words():
-    one = descriptions.optimizer_as_words(strategies.Momentum(0.1), "test")
-    other = descriptions.optimizer_as_words(strategies.Momentum(0.1, momentum=0.9), "test")
+    one = descriptions.optimizer_to_dict(strategies.Momentum(0.1), "test")
+    other = descriptions.optimizer_to_dict(strategies.Momentum(0.1, momentum=0.9), "test")
     assert one == other
-    assert one != descriptions.optimizer_as_words(strategies.Momentum(0.2), "test")
-    assert descriptions.optimizer_as_words(None, "test") is None
+    assert one != descriptions.optimizer_to_dict(strategies.Momentum(0.2), "test")
+    assert descriptions.optimizer_to_dict(None, "test") is None
 
 
 def test_a_rate_that_is_a_function_goes_by_its_name():
-    words = descriptions.optimizer_as_words(strategies.SGD(schedule), "test")
+    words = descriptions.optimizer_to_dict(strategies.SGD(schedule), "test")
     assert words == {"class": "SGD", "learning_rate": f"{__name__}:schedule"}
-    variable = descriptions.Stored("v")
+    variable = descriptions.StoredVariable("v")
     variable.initialize(np.zeros(1), descriptions.make_optimizer(words))
     variable.step(np.ones(1))
     variable.step(np.ones(1), factor=0.5, rate=1.0)
     assert variable.value.tolist() == [-1.5]
     with pytest.raises(ValueError, match="test: learning rate: another task cannot import"):
-        descriptions.optimizer_as_words(strategies.SGD(strategies.schedules.constant(1.0)), "test")
+        descriptions.optimizer_to_dict(strategies.SGD(strategies.schedules.constant(1.0)), "test")
 
 
 def test_only_our_own_optimizers():
@@ -68,7 +68,7 @@ def test_only_our_own_optimizers():
 
     for wrong in (Own(0.1), object()):
         with pytest.raises(TypeError, match="expected one of Adagrad Adam AdamW LARS Momentum"):
-            descriptions.optimizer_as_words(wrong, "test")
+            descriptions.optimizer_to_dict(wrong, "test")
 
 
 def test_functions_have_names():

@@ -29,8 +29,8 @@ from strategies.variables import (
     serving,
     shared_variable,
 )
-from strategies.variables.given import owned
-from strategies.variables.store import Stored
+from strategies.variables.given import take_ownership
+from strategies.variables.store import StoredVariable
 from tapped import silence
 
 LIMIT = 20.0
@@ -43,7 +43,7 @@ def services():
 
 
 def stored(value):
-    thing = Stored("v")
+    thing = StoredVariable("v")
     thing.initialize(value)
     return thing
 
@@ -78,7 +78,7 @@ def test_an_update_copies_only_while_somebody_reads():
 def test_what_is_assigned_is_not_copied_before():
     thing = stored(np.zeros(3))
     held = thing.view()
-    actions.act("assign", thing, [np.ones(3)], {})
+    actions.execute("assign", thing, [np.ones(3)], {})
     assert (held.tolist(), thing.value.tolist(), thing.version) == ([0] * 3, [1] * 3, 1)
 
 
@@ -97,18 +97,18 @@ def test_memory_that_was_made_for_a_variable_is_not_copied_and_that_of_others_is
         made.append(array.ctypes.data)
         return array
 
-    assert owned(fresh, np.float64).ctypes.data == made[0]
+    assert take_ownership(fresh, np.float64).ctypes.data == made[0]
     for make in (lambda: kept, lambda: kept[1:], lambda: kept.T, lambda: kept.tolist()):
-        found = owned(make, np.float64)
+        found = take_ownership(make, np.float64)
         np.testing.assert_array_equal(found, make())
         assert not np.shares_memory(found, kept)
         assert found.flags.c_contiguous
         assert found.flags.writeable
-    assert owned(fresh, np.float32).dtype == np.float32
+    assert take_ownership(fresh, np.float32).dtype == np.float32
 
 
 def test_long_updates_leave_the_service_free_and_run_side_by_side(services, monkeypatch):
-    both, act, free = threading.Barrier(2), actions.act, threading.Event()
+    both, act, free = threading.Barrier(2), actions.execute, threading.Event()
 
     def slow(operation, thing, arrays, options):
         if operation == "assign_add":
@@ -133,7 +133,7 @@ def test_long_updates_leave_the_service_free_and_run_side_by_side(services, monk
 
 
 def test_a_request_that_waits_for_a_thread_ends_at_its_deadline(services, monkeypatch):
-    act, free, begun = actions.act, threading.Event(), threading.Event()
+    act, free, begun = actions.execute, threading.Event(), threading.Event()
 
     def slow(operation, thing, arrays, options):
         if operation == "assign_add":
@@ -165,7 +165,7 @@ def test_a_task_that_does_not_say_whether_it_succeeded(services, monkeypatch):
 
 
 def test_memory_of_messages_is_let_go_of(services, monkeypatch):
-    seen, act = [], actions.act
+    seen, act = [], actions.execute
 
     def note(operation, thing, arrays, options):
         seen.extend(weakref.ref(array) for array in arrays)
@@ -188,7 +188,7 @@ def test_memory_of_messages_is_let_go_of(services, monkeypatch):
 
 def test_a_fault_is_an_error_for_the_caller_and_not_the_end(services, monkeypatch):
     v = shared_variable(0.0, service=services[1], shared_name="v")
-    act = actions.act
+    act = actions.execute
 
     def broken(operation, thing, arrays, options):
         raise KeyError("of a test")
