@@ -123,7 +123,7 @@ def learn(rank: int) -> None:
     """Read a CSV file, and make a step of Adam."""
     import numpy as np
 
-    from strategies.input.csv import decode_csv
+    from strategies.input.csv.parser import decode_csv
     from strategies.optimizers import Adam
 
     lines = [f"{n},{n}.5,{n}e-3" for n in range(100 + rank)]

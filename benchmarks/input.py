@@ -33,10 +33,10 @@ from typing import NamedTuple
 import numpy as np
 
 from strategies.errors import OutOfRangeError
-from strategies.input import csv as decode
+from strategies.input.csv.parser import parser as decode
 from strategies.input.readers import TextLineReader, TFRecordReader
 from strategies.input.records import TFRecordWriter
-from strategies.queues.kinds import FIFOQueue
+from strategies.queues.queue_types import FIFOQueue
 
 RECORD_BYTES = 64 << 10
 RECORDS = 1024

@@ -31,8 +31,8 @@ from strategies import (
     training,
     variables,
 )
-from strategies.averaging.alike import check_alike
 from strategies.averaging.broadcast import broadcast_optimizer_state, broadcast_parameters
+from strategies.averaging.consistency import check_alike
 from strategies.checkpoint.checkpoint_manager import CheckpointManager
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.local_devices import devices

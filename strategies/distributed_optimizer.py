@@ -7,11 +7,11 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, overload
 
 import collectives as cc
-from strategies.averaging.alike import Compare
+from strategies.averaging.consistency import Compare
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
-from strategies.averaging.rule import AveragingOptions, Early
+from strategies.averaging.options import AveragingOptions, Early
 from strategies.core import agreement
-from strategies.wrapping import wrap
+from strategies.remote_optimizers import dispatch
 
 if TYPE_CHECKING:
     import optax
@@ -138,7 +138,7 @@ def DistributedOptimizer(
             one alone. Several devices of a process are for optimizers of arrays, which are used in
             `strategy.run`. A `ParameterServerStrategy` or `SpareReplicaStrategy` makes the steps
             itself, by an optimizer of this package that takes the same ones
-            (`strategies.optimizers.from_torch`, `from_optax`); beside it `named_parameters` is the
+            (`strategies.optimizers.torch_equivalents`, `from_optax`); beside it `named_parameters` is the
             only option. *Collective* over its tasks.
 
     Returns:
@@ -171,22 +171,22 @@ def DistributedOptimizer(
         compare_every=compare_every,
     )
     if strategy is not None:
-        if comm is not None or (wrap.is_hosting(strategy) and rule != AveragingOptions()):
+        if comm is not None or (dispatch.is_hosting(strategy) and rule != AveragingOptions()):
             raise ValueError(
                 "DistributedOptimizer: the strategy says how gradients are combined, expected no "
                 f"comm, and no option of averaging if it makes the steps itself, got {rule}"
             )
-        if wrap.is_hosting(strategy):
-            return wrap.wrap_optimizer(optimizer, strategy, named_parameters)
-        comm = wrap.ranks_of(strategy)
+        if dispatch.is_hosting(strategy):
+            return dispatch.wrap_optimizer(optimizer, strategy, named_parameters)
+        comm = dispatch.ranks_of(strategy)
     comm = cc.init() if comm is None else comm
 
     def prepare() -> tuple[_Make, list[str]]:
         rule.check()
-        wrap.check_unwrapped(optimizer)
+        dispatch.check_unwrapped(optimizer)
         make, facts = _recognise(optimizer, named_parameters)
         if strategy is not None:
-            wrap.check_averaging(strategy, arrays=facts[0] == _ARRAYS)
+            dispatch.check_averaging(strategy, arrays=facts[0] == _ARRAYS)
         if overlap is True and facts[0] in _AT_ONCE:
             raise ValueError(
                 "DistributedOptimizer: all gradients are there at once, overlap is for optimizers "

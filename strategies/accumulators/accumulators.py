@@ -10,8 +10,8 @@ import numpy as np
 import numpy.typing as npt
 
 from strategies.accumulators.engine import Accumulation, Apply, Take
+from strategies.accumulators.gradient_sum import GradientSpec, checked
 from strategies.accumulators.remote import Engine, open_accumulation
-from strategies.accumulators.sums import GradientSpec, checked
 from strategies.core.sparse import Rows
 from strategies.errors import InvalidArgumentError
 from strategies.rpc.operation import perform

@@ -20,7 +20,13 @@ from collections.abc import Sequence
 
 import numpy as np
 
-from strategies.accumulators.sums import Gradient, GradientSpec, GradientSum, checked, format_of
+from strategies.accumulators.gradient_sum import (
+    Gradient,
+    GradientSpec,
+    GradientSum,
+    checked,
+    format_of,
+)
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,

@@ -12,7 +12,7 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from strategies.accumulators.engine import Accumulation, Apply, Take
-from strategies.accumulators.sums import Gradient, GradientSpec
+from strategies.accumulators.gradient_sum import Gradient, GradientSpec
 from strategies.core.sparse import Rows
 from strategies.errors import DataLossError
 from strategies.rpc.client import Reply

@@ -18,15 +18,15 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies.averaging import alike
-from strategies.averaging.alike import Fingerprint
-from strategies.averaging.bucketed import GradientBuckets
-from strategies.averaging.leaf import ParameterKey, ParameterSpec
+from strategies.averaging import consistency
+from strategies.averaging.accumulation import LocalGradient
+from strategies.averaging.consistency import Fingerprint
+from strategies.averaging.gradient_buckets import GradientBuckets
+from strategies.averaging.options import OPERATION, AveragingOptions
 from strategies.averaging.overlap import Overlap
-from strategies.averaging.passes import LocalGradient
-from strategies.averaging.rule import OPERATION, AveragingOptions
+from strategies.averaging.parameter_spec import ParameterKey, ParameterSpec
 from strategies.averaging.settings import BITS, SettingsChecksum
-from strategies.averaging.status import StepExchange, StepHeader
+from strategies.averaging.step_header import StepExchange, StepHeader
 from strategies.core import array_ops
 from strategies.core.agreement import raise_everywhere
 from strategies.core.sparse import Rows
@@ -45,7 +45,7 @@ _MISSES = 3
 
 _EQUAL_METRIC = (
     "give the schedule a metric that is equal on all ranks, such as comm.allreduce(loss)"
-    f"; {alike.ON_PURPOSE}"
+    f"; {consistency.ON_PURPOSE}"
 )
 
 
@@ -115,7 +115,9 @@ class Averaging:
         Raises:
             MismatchError: ranks differ in their parameters; on all.
         """
-        alike.compare(self.comm, OPERATION, lambda: [leaf.fingerprint(False) for leaf in leaves])
+        consistency.compare(
+            self.comm, OPERATION, lambda: [leaf.fingerprint(False) for leaf in leaves]
+        )
         self._leaves, self._exchange = list(leaves), StepExchange(self.comm, len(leaves))
         marks = np.zeros(len(leaves), np.uint8)
         marks[list(trained)] = 1
@@ -184,7 +186,7 @@ class Averaging:
             raise_everywhere(contribution.error, self.comm, "apply_gradients")
         status.check(self.comm, self.rule, self._steps, [leaf.name for leaf in self._leaves])
         if status.settings_differ:
-            alike.compare(self.comm, OPERATION, self._settings.facts, remedy=_EQUAL_METRIC)
+            consistency.compare(self.comm, OPERATION, self._settings.facts, remedy=_EQUAL_METRIC)
         self._misses = self._misses + 1 if overlap is not None and status.retry else 0
         if self._misses == _MISSES and self.rule.overlap == "auto":
             self.overlaps = False
@@ -286,7 +288,7 @@ class Averaging:
             own = [] if self._compared else self._facts()
             return own + [leaf.fingerprint(leaf.key in compared) for leaf in leaves]
 
-        alike.compare(self.comm, OPERATION, facts)
+        consistency.compare(self.comm, OPERATION, facts)
         if specs != [leaf.key for leaf in self._leaves]:
             self.close()
         self._exchange = StepExchange(self.comm, len(leaves))
@@ -305,7 +307,7 @@ class Averaging:
         # such a step nothing shows but the parameters.
         self.due = self.rule.compare != "nothing" and (new or again or self._steps <= 2)
         if again and not new and self._compares:
-            alike.compare(
+            consistency.compare(
                 self.comm,
                 OPERATION,
                 lambda: self._facts() + [leaf.fingerprint(compared=True) for leaf in leaves],

@@ -9,15 +9,15 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 import collectives as cc
-from strategies.averaging.alike import Fingerprint, fingerprints_of_optimizer, settings_of
+from strategies.averaging.accumulation import GradientAccumulator
 from strategies.averaging.averaging import Averaging
-from strategies.averaging.leaf import ParameterSpec
-from strategies.averaging.passes import GradientAccumulator
-from strategies.averaging.rule import AveragingOptions
+from strategies.averaging.consistency import Fingerprint, fingerprints_of_optimizer, settings_of
+from strategies.averaging.options import AveragingOptions
+from strategies.averaging.parameter_spec import ParameterSpec
 from strategies.core import gradient_sums
 from strategies.core.array_ops import is_array
 from strategies.core.sparse import Rows, checked_rows
-from strategies.optimizers.pairs import is_variable, refuse_jax, split
+from strategies.optimizers.gradient_pairs import is_variable, refuse_jax, split
 from strategies.replicas import context
 
 __all__ = ["ArrayOptimizer", "AveragingOptimizer", "identity", "like_variables"]

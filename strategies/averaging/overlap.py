@@ -19,8 +19,8 @@ from collections.abc import Collection, Sequence
 from typing import Any
 
 import collectives as cc
-from strategies.averaging import placing
-from strategies.averaging.passes import LocalGradient
+from strategies.averaging import bucket_copy
+from strategies.averaging.accumulation import LocalGradient
 
 __all__ = ["Overlap"]
 
@@ -118,7 +118,7 @@ class Overlap:
         if self.error is None:
             place = self._places[position]
             try:
-                placing.copy_into(self._views[place], gradient, self._scale)
+                bucket_copy.copy_into(self._views[place], gradient, self._scale)
             except Exception as error:  # of which the other ranks learn with the step
                 self.error = self._misplaced = error
                 return

@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import numpy.typing as npt
 
-from strategies.averaging import alike
-from strategies.averaging.alike import Fingerprint
+from strategies.averaging import consistency
+from strategies.averaging.consistency import Fingerprint
 
 __all__ = ["BITS", "SettingsChecksum"]
 
@@ -51,7 +51,7 @@ class SettingsChecksum:
 
     def facts(self) -> list[Fingerprint]:
         """Describe the settings that `checksum` read last."""
-        return [alike.setting(name, value) for name, value in self._values.items()]
+        return [consistency.setting(name, value) for name, value in self._values.items()]
 
 
 def _constant(value: Any) -> Any:
@@ -59,4 +59,4 @@ def _constant(value: Any) -> Any:
     kind = type(value)
     if kind in _CONSTANT or (kind is tuple and _CONSTANT.issuperset(map(type, value))):
         return value
-    return alike.description(value)
+    return consistency.description(value)

@@ -11,7 +11,7 @@ from __future__ import annotations
 import sys
 
 from strategies.core import run_program
-from strategies.horovod import aliases
+from strategies.horovod import import_hook
 
 if __name__ == "__main__":
-    sys.exit(run_program.run(sys.argv[1:], __doc__, aliases.install))
+    sys.exit(run_program.run(sys.argv[1:], __doc__, import_hook.install))

@@ -26,7 +26,7 @@ from typing import Any
 
 import torch
 
-from strategies.horovod import meanings, operations
+from strategies.horovod import operations, requests
 from strategies.horovod.operations import Average, Max, Min, Product, Sum
 from strategies.horovod.process_sets import ProcessSet
 
@@ -103,10 +103,10 @@ def _select(
 ) -> list[torch.Tensor]:
     """Return the gradients of Min, Max and Product."""
     before, after = factors
-    scaled = [meanings.scaled(tensor, before) for tensor in tensors]
+    scaled = [requests.scaled(tensor, before) for tensor in tensors]
     if op in (Min, Max):
         shares = [
-            (meanings.scaled(x, after) == y).to(y.dtype)
+            (requests.scaled(x, after) == y).to(y.dtype)
             for x, y in zip(scaled, results, strict=True)
         ]
     else:

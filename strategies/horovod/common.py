@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
-from strategies.horovod import elastic, questions, sessions
+from strategies.horovod import build_info, context, elastic
+from strategies.horovod.build_info import *  # noqa: F403  # listed there
 from strategies.horovod.compression import Compression
+from strategies.horovod.context import *  # noqa: F403
 from strategies.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from strategies.horovod.objects import (
     allgather_object,
@@ -34,8 +36,6 @@ from strategies.horovod.operations import (
 )
 from strategies.horovod.optimizer import DistributedOptimizer
 from strategies.horovod.process_sets import ProcessSet, global_process_set
-from strategies.horovod.questions import *  # noqa: F403  # listed there
-from strategies.horovod.sessions import *  # noqa: F403
 
 __all__ = [
     "Adasum",
@@ -69,4 +69,4 @@ __all__ = [
     "reducescatter_async",
     "synchronize",
 ]
-__all__ += questions.__all__ + sessions.__all__
+__all__ += build_info.__all__ + context.__all__

@@ -22,7 +22,7 @@ from strategies.core.agreement import first_difference
 from strategies.core.pytree import is_module
 from strategies.core.validation import integer
 from strategies.errors import InvalidArgumentError
-from strategies.horovod import objects, sessions
+from strategies.horovod import context, objects
 from strategies.horovod.process_sets import global_process_set
 
 __all__ = ["ElasticSampler", "ObjectState", "State", "TorchState", "run"]
@@ -53,7 +53,7 @@ class State:
         self._kept: training.State | None = None
         for name, thing in things.items():
             setattr(self, name, thing)
-        if things and sessions.is_initialized():
+        if things and context.is_initialized():
             State.save(self)
 
     def register_reset_callbacks(self, callbacks: Sequence[Callable[[], Any]]) -> None:
@@ -98,8 +98,8 @@ class State:
         self._take()
         comm = self._state().comm
         with contextlib.suppress(cc.CollectiveError):  # that ranks have died
-            sessions.shutdown()
-        sessions.init(comm)
+            context.shutdown()
+        context.init(comm)
         for thing in self._things().values():
             if hasattr(thing, "move"):
                 thing.move(comm)
@@ -171,7 +171,7 @@ def run(func: Callable[..., T] | None = None, *, min_np: int = 1, max_np: int | 
         kept = state._state()
         has_spares = max_np is not None and kept.comm.size > max_np
         if has_spares:
-            sessions.shutdown()  # of all ranks; `on_reset` begins that of those that train
+            context.shutdown()  # of all ranks; `on_reset` begins that of those that train
 
         def train(kept: training.State) -> T:
             result = func(state, *args, **kwargs)

@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from strategies.horovod.execution import PendingRequest
-from strategies.horovod.meanings import RequestSpec
+from strategies.horovod.controller.execution import PendingRequest
+from strategies.horovod.controller.request_signature import RequestKey, RequestSignature
 from strategies.horovod.process_sets import Bound, ProcessSet
-from strategies.horovod.words import RequestKey, RequestSignature
+from strategies.horovod.requests import RequestSpec
 
 __all__ = ["Handle", "poll", "start", "synchronize"]
 

@@ -14,8 +14,10 @@ from collections.abc import Sequence
 from typing import Any
 
 from strategies.horovod.compression import Compression, Compressor
+from strategies.horovod.controller.request_signature import RequestSignature
 from strategies.horovod.handles import Handle, poll, start, synchronize
-from strategies.horovod.meanings import (
+from strategies.horovod.process_sets import ProcessSet, global_process_set
+from strategies.horovod.requests import (
     Adasum,
     Average,
     Max,
@@ -29,8 +31,6 @@ from strategies.horovod.meanings import (
     broadcast_request,
     reducescatter_request,
 )
-from strategies.horovod.process_sets import ProcessSet, global_process_set
-from strategies.horovod.words import RequestSignature
 
 __all__ = [
     "Adasum",

@@ -6,7 +6,7 @@ from collections.abc import Iterable
 from typing import Any, NamedTuple
 
 import collectives as cc
-from strategies.horovod.engine import Controller
+from strategies.horovod.controller.controller import Controller
 
 __all__ = ["Bound", "ProcessSet", "global_process_set"]
 

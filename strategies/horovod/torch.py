@@ -19,7 +19,6 @@ from strategies.horovod import autograd, common, operations
 from strategies.horovod.common import *  # noqa: F403  # listed there
 from strategies.horovod.compression import Compression, Compressor
 from strategies.horovod.handles import start
-from strategies.horovod.meanings import RequestSpec, allgather_request
 from strategies.horovod.objects import broadcast_parameters
 from strategies.horovod.operations import (
     Average,
@@ -31,6 +30,7 @@ from strategies.horovod.operations import (
     grouped_allreduce_async_,
 )
 from strategies.horovod.process_sets import Bound, ProcessSet, global_process_set
+from strategies.horovod.requests import RequestSpec, allgather_request
 from strategies.torch import sync_batch_norm
 
 __all__ = [

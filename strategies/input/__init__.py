@@ -19,7 +19,7 @@ from strategies.input.batching import (
     shuffle_batch_join,
 )
 from strategies.input.coordinator import Coordinator, LooperThread
-from strategies.input.csv import decode_csv
+from strategies.input.csv.parser import decode_csv
 from strategies.input.file_batches import FileBatches
 from strategies.input.files import match_files
 from strategies.input.filtering import (
@@ -46,10 +46,10 @@ from strategies.input.readers import (
     WholeFileReader,
 )
 from strategies.input.records import TFRecordWriter
+from strategies.input.round_robin import ReaderRoundRobin
 from strategies.input.runners import QueueRunner, start_queue_runners
 from strategies.input.sharded import ShardedInput
-from strategies.input.turns import ReaderRoundRobin
-from strategies.input.uneven import in_step
+from strategies.input.uneven_batches import in_step
 
 __all__ = [
     "Coordinator",

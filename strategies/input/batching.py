@@ -6,16 +6,16 @@ from collections.abc import Callable, Iterator, Sequence
 from contextlib import ExitStack, contextmanager
 from typing import TYPE_CHECKING, Any
 
-from strategies.input.csv import decode_csv
+from strategies.input.csv.parser import decode_csv
 from strategies.input.files import Compression, match_files
+from strategies.input.pipeline_state import ShardedRows
 from strategies.input.pipelines import Batches, BatchOptions, Read
 from strategies.input.producers import string_input_producer
 from strategies.input.reader import Damage
 from strategies.input.readers import TextLineReader
-from strategies.input.resuming import ShardedRows
+from strategies.input.round_robin import ReaderRoundRobin, RoundRobinNames
 from strategies.input.sharded import ShardedInput
-from strategies.input.turns import ReaderRoundRobin, RoundRobinNames
-from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, Queue, RandomShuffleQueue
+from strategies.queues.queue_types import FIFOQueue, PaddingFIFOQueue, Queue, RandomShuffleQueue
 
 if TYPE_CHECKING:
     from typing_extensions import Unpack

@@ -23,11 +23,11 @@ import collectives as cc
 from strategies.core.validation import integer
 from strategies.errors import FailedPreconditionError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
-from strategies.input.resuming import BatchCounter, ShardedRows, batches_of_rank
+from strategies.input.pipeline_state import BatchCounter, ShardedRows, batches_of_rank
+from strategies.input.round_robin import ReaderRoundRobin
 from strategies.input.runners import QueueRunner, start_queue_runners
-from strategies.input.turns import ReaderRoundRobin
-from strategies.queues.kinds import FIFOQueue, Queue
-from strategies.queues.values import dtype_of
+from strategies.queues.dtypes import dtype_of
+from strategies.queues.queue_types import FIFOQueue, Queue
 
 __all__ = ["Batches", "BatchOptions", "Read"]
 

@@ -19,10 +19,10 @@ from strategies.core.validation import integer
 from strategies.errors import OutOfRangeError
 from strategies.input.node_arrays import once_per_node
 from strategies.input.runners import QueueRunner
-from strategies.queues.files import shared_range
-from strategies.queues.kinds import FIFOQueue
+from strategies.queues.dtypes import dtype_of
+from strategies.queues.queue_types import FIFOQueue
+from strategies.queues.shared_files import shared_range
 from strategies.queues.store import Array
-from strategies.queues.values import dtype_of
 from strategies.rpc.service import Service
 
 if TYPE_CHECKING:

@@ -11,8 +11,8 @@ from collections.abc import Iterable
 from typing import IO
 
 from strategies.errors import DataLossError, InvalidArgumentError
+from strategies.input.csv.quoting import RecordJoiner
 from strategies.input.files import Compression, check_compression, open_source, pass_over
-from strategies.input.quoting import RecordJoiner
 from strategies.input.reader import Damage, Reader, Records, Value
 from strategies.input.records import unframe
 

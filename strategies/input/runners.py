@@ -10,8 +10,8 @@ from typing import Any
 
 from strategies.errors import OpError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
-from strategies.queues.kinds import Queue
 from strategies.queues.queue import RunnerStatus
+from strategies.queues.queue_types import Queue
 from strategies.rpc.wait_limits import current_settings, no_wait_limit
 
 __all__ = ["QueueRunner", "start_queue_runners"]

@@ -18,12 +18,12 @@ import optax
 from jax.experimental import io_callback
 
 import collectives as cc
-from strategies.averaging import alike
-from strategies.averaging.alike import Kind, fingerprint_of
+from strategies.averaging import consistency
+from strategies.averaging.accumulation import GradientAccumulator
 from strategies.averaging.averaging import Averaging
-from strategies.averaging.leaf import ParameterSpec
-from strategies.averaging.passes import GradientAccumulator
-from strategies.averaging.rule import OPERATION, AveragingOptions
+from strategies.averaging.consistency import Kind, fingerprint_of
+from strategies.averaging.options import OPERATION, AveragingOptions
+from strategies.averaging.parameter_spec import ParameterSpec
 from strategies.core.array_ops import COMPUTE
 from strategies.core.pytree import WHOLE
 from strategies.core.sparse import Rows
@@ -183,7 +183,7 @@ class _Average:
 
         def on_the_host(*hosts: Any) -> None:
             named = zip(names, hosts, strict=True)
-            alike.compare(
+            consistency.compare(
                 self._averaging.comm,
                 OPERATION,
                 lambda: [fingerprint_of(kind, name, value) for (kind, name), value in named],

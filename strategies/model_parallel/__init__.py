@@ -16,7 +16,7 @@ Example:
 
 from __future__ import annotations
 
-from strategies.model_parallel.blocks import (
+from strategies.model_parallel.collectives_with_grad import (
     Backward,
     allgather,
     allreduce,

@@ -29,7 +29,7 @@ from collections.abc import Callable, Sequence
 from typing import Any
 
 import collectives as cc
-from strategies.model_parallel import blocks
+from strategies.model_parallel import collectives_with_grad
 
 __all__ = [
     "allgather",
@@ -43,34 +43,34 @@ __all__ = [
     "send",
 ]
 
-_Block = Callable[..., tuple[Any, blocks.Backward]]
+_Block = Callable[..., tuple[Any, collectives_with_grad.Backward]]
 
 
 def allgather(x: Any, *, comm: cc.Communicator | None = None) -> Any:
     """Join the tensors of all ranks along their first axis."""
-    return _collective(blocks.allgather, x, comm)
+    return _collective(collectives_with_grad.allgather, x, comm)
 
 
 def reduce_scatter(x: Any, *, comm: cc.Communicator | None = None) -> Any:
     """Add up the tensors of all ranks, and keep a share of the rows."""
-    return _collective(blocks.reduce_scatter, x, comm)
+    return _collective(collectives_with_grad.reduce_scatter, x, comm)
 
 
 def allreduce(x: Any, *, comm: cc.Communicator | None = None) -> Any:
     """Add up the tensors of all ranks."""
-    return _collective(blocks.allreduce, x, comm)
+    return _collective(collectives_with_grad.allreduce, x, comm)
 
 
 def alltoall(
     x: Any, *, splits: Sequence[int] | None = None, comm: cc.Communicator | None = None
 ) -> Any:
     """Give every rank some rows, and join what all ranks give to this one."""
-    return _collective(blocks.alltoall, x, comm, splits=splits)
+    return _collective(collectives_with_grad.alltoall, x, comm, splits=splits)
 
 
 def broadcast(x: Any, root: int = 0, *, comm: cc.Communicator | None = None) -> Any:
     """Give every rank the root's tensor."""
-    return _collective(blocks.broadcast, x, comm, root=root)
+    return _collective(collectives_with_grad.broadcast, x, comm, root=root)
 
 
 def scatter(
@@ -81,12 +81,12 @@ def scatter(
     comm: cc.Communicator | None = None,
 ) -> Any:
     """Share the rows of the root's tensor among all ranks; elsewhere `x` may be None."""
-    return _collective(blocks.scatter, x, comm, root=root, splits=splits)
+    return _collective(collectives_with_grad.scatter, x, comm, root=root, splits=splits)
 
 
 def gather(x: Any, root: int = 0, *, comm: cc.Communicator | None = None) -> Any:
     """Join the tensors of all ranks on the root; a scalar 0 elsewhere."""
-    return _collective(blocks.gather, x, comm, root=root)
+    return _collective(collectives_with_grad.gather, x, comm, root=root)
 
 
 def send(x: Any, dest: int, *, comm: cc.Communicator | None = None) -> Any:
@@ -94,14 +94,14 @@ def send(x: Any, dest: int, *, comm: cc.Communicator | None = None) -> Any:
     ranks = cc.init() if comm is None else comm
     needed = _asks(x)
     ranks.send(needed, dest)
-    return _apply(x, functools.partial(blocks.send, dest=dest, comm=ranks), needed)
+    return _apply(x, functools.partial(collectives_with_grad.send, dest=dest, comm=ranks), needed)
 
 
 def recv(source: int, *, comm: cc.Communicator | None = None) -> Any:
     """Receive a tensor on the CPU from another rank, which calls `send`."""
     ranks = cc.init() if comm is None else comm
     needed = bool(ranks.recv(source))
-    return _apply(None, lambda _: blocks.recv(source, comm=ranks), needed)
+    return _apply(None, lambda _: collectives_with_grad.recv(source, comm=ranks), needed)
 
 
 def _collective(block: _Block, x: Any, comm: cc.Communicator | None, **how: Any) -> Any:

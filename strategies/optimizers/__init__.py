@@ -20,8 +20,8 @@ from strategies.optimizers import schedules
 from strategies.optimizers.adaptive import Adagrad, Adam, AdamW, RMSProp
 from strategies.optimizers.base import LearningRate, Optimizer
 from strategies.optimizers.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
-from strategies.optimizers.descent import LARS, SGD, Momentum
-from strategies.optimizers.transformation import Optax
+from strategies.optimizers.optax_adapter import Optax
+from strategies.optimizers.sgd import LARS, SGD, Momentum
 
 __all__ = [
     "LARS",

@@ -10,7 +10,7 @@ import numpy as np
 from strategies.core.validation import number
 from strategies.optimizers import rules
 from strategies.optimizers.base import LearningRate, Optimizer
-from strategies.optimizers.pairs import Pair
+from strategies.optimizers.gradient_pairs import Pair
 
 __all__ = ["Adagrad", "Adam", "AdamW", "RMSProp"]
 

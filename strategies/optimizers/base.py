@@ -14,9 +14,9 @@ import numpy as np
 from strategies.core import array_ops
 from strategies.core.array_ops import COMPUTE
 from strategies.core.validation import number
-from strategies.optimizers import pairs as gradients
+from strategies.optimizers import gradient_pairs as gradients
 from strategies.optimizers import state
-from strategies.optimizers.pairs import Pair
+from strategies.optimizers.gradient_pairs import Pair
 from strategies.optimizers.rules import Rule
 
 __all__ = ["LearningRate", "Optimizer"]
@@ -196,7 +196,7 @@ class Optimizer(abc.ABC):
 
 def _update_together(rule: Rule, changes: list[tuple[Pair, list[Any], Sequence[float]]]) -> None:
     """Change variables of JAX, and their slots."""
-    from strategies.optimizers.compiled import VariableUpdate, apply
+    from strategies.optimizers.jax_step import VariableUpdate, apply
 
     given = [VariableUpdate(pair.value, pair.gradient, slots, n) for pair, slots, n in changes]
     for (pair, slots, _), (value, *others) in zip(changes, apply(rule, given), strict=True):
@@ -212,9 +212,9 @@ def _update(rule: Rule, pair: Pair, slots: list[Any], numbers: Sequence[float]) 
     if pair.rows is not None:
         parts = [array_ops.take(array, pair.rows) for array in changed]
     if isinstance(pair.value, np.ndarray):
-        from strategies.optimizers import fused
+        from strategies.optimizers import numba_step
 
-        fused.apply(rule, parts[0], pair.gradient, parts[1:], numbers)
+        numba_step.apply(rule, parts[0], pair.gradient, parts[1:], numbers)
     else:
         value, *others = parts
         results = rule(

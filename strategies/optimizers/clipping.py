@@ -21,8 +21,8 @@ from strategies.core import array_ops
 from strategies.core.agreement import raise_everywhere
 from strategies.core.sparse import Rows, coalesced_checked
 from strategies.core.validation import number
+from strategies.optimizers.gradient_pairs import floats
 from strategies.optimizers.norms import Squares, combine, norm, squares
-from strategies.optimizers.pairs import floats
 
 __all__ = ["clip_by_global_norm", "clip_by_norm", "clip_by_value"]
 

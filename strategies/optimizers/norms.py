@@ -35,15 +35,15 @@ def squares(array: Any) -> Squares:
     view = array_ops.host(array)
     if view is None:
         return _squares_elsewhere(array)
-    from strategies.optimizers import fused
+    from strategies.optimizers import numba_step
 
-    total = fused.sum_of_squares(view)
+    total = numba_step.sum_of_squares(view)
     if _SMALLEST < total < _LARGEST or math.isnan(total) or view.dtype != np.float64:
         return Squares(1.0, total)
     scale = float(np.abs(view).max(initial=0))
     if scale == 0 or not math.isfinite(scale):
         return Squares(1.0, scale)
-    return Squares(scale, fused.sum_of_squares(view / scale))
+    return Squares(scale, numba_step.sum_of_squares(view / scale))
 
 
 def _squares_elsewhere(array: Any) -> Squares:

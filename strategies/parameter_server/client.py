@@ -14,18 +14,18 @@ from strategies.cluster.cluster import Cluster
 from strategies.core.sparse import Gradient, Rows
 from strategies.core.validation import number
 from strategies.errors import FailedPreconditionError, UnavailableError
-from strategies.parameter_server import saved
-from strategies.parameter_server.saved import ServerState
-from strategies.parameter_server.served_variable import ServedVariable
-from strategies.parameter_server.shard import PARAMETERS
+from strategies.parameter_server import state_io
+from strategies.parameter_server.server import PARAMETERS
 from strategies.parameter_server.staleness import Decision, WorkerStats
+from strategies.parameter_server.state_io import ServerState
+from strategies.parameter_server.variable import ServedVariable
 from strategies.rpc.client import Reply
 from strategies.rpc.multi_request import RequestTo
 from strategies.rpc.registry import Address
 from strategies.rpc.service import Service
 from strategies.variables import partition
-from strategies.variables.actions import compressed, widened
-from strategies.variables.items import packing
+from strategies.variables.requests import packing
+from strategies.variables.server_ops import compressed, widened
 
 __all__ = ["Client", "ServerStats"]
 
@@ -200,12 +200,12 @@ class Client:
 
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:
         """Return what a checkpoint keeps; see `saved`."""
-        return saved.joined(self._variables, *self._states())
+        return state_io.joined(self._variables, *self._states())
 
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Let the ps tasks go on from a state, and bring the copies up to date."""
         like, _ = self._states()
-        states, updates = saved.divided(state, self._variables, like, len(self.servers))
+        states, updates = state_io.divided(state, self._variables, like, len(self.servers))
         told, values = [], []
         for names, count in zip(self._held, updates, strict=True):
             own = [states[name] for name in names]

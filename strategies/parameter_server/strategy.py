@@ -22,7 +22,7 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
-from strategies.averaging.replicas import ReplicaGradients
+from strategies.averaging.local_replicas import ReplicaGradients
 from strategies.checkpoint.boxes import Box, Slice
 from strategies.cluster.device_setter import RoundRobin
 from strategies.cluster.scopes import PlacementRequest
@@ -31,22 +31,22 @@ from strategies.core.process_group import ProcessGroup
 from strategies.core.sparse import Rows, checked_rows
 from strategies.core.validation import integer, number
 from strategies.optimizers import Optimizer
-from strategies.parameter_server import making, pushes
-from strategies.parameter_server.by_parts import ShardedCheckpoint
+from strategies.parameter_server import push_validation, variable_factory
 from strategies.parameter_server.client import Client, ServerStats
-from strategies.parameter_server.making import VariableFactory, VariableSpec
-from strategies.parameter_server.served_variable import ServedVariable
-from strategies.parameter_server.shard import PARAMETERS, ParameterServer, ServerOptions
+from strategies.parameter_server.server import PARAMETERS, ParameterServer, ServerOptions
+from strategies.parameter_server.sharded_checkpoint import ShardedCheckpoint
 from strategies.parameter_server.staleness import Decision, StalenessRule
+from strategies.parameter_server.variable import ServedVariable
+from strategies.parameter_server.variable_factory import VariableFactory, VariableSpec
+from strategies.remote_optimizers.parameter_host import Parameter, ParameterHost, refuse_others
 from strategies.replicas import datasets
 from strategies.replicas.context import require_cross_replica
-from strategies.replicas.copies import to_host
 from strategies.replicas.datasets import InputContext, Policy
+from strategies.replicas.replica_view import to_host
 from strategies.rpc.server import Server
 from strategies.strategy.base.base import Strategy
 from strategies.variables import partition
 from strategies.variables.partition import Partitioner
-from strategies.wrapping.hosting import Parameter, ParameterHost, refuse_others
 
 __all__ = ["ParameterServerStrategy", "ServerStats"]
 
@@ -248,8 +248,8 @@ class ParameterServerStrategy(Strategy):
 
         def described() -> VariableSpec:
             self._refuse_taken(chosen)
-            making.refuse_no_optimizer(chosen, optimizer or self.optimizer)
-            return making.wanted(chosen, initial_value, dtype, shape, self._partitioner)
+            variable_factory.refuse_no_optimizer(chosen, optimizer or self.optimizer)
+            return variable_factory.wanted(chosen, initial_value, dtype, shape, self._partitioner)
 
         variable, pieces = self._maker.make(self, chosen, described, resident=resident)
         self._maker.hold(variable, pieces, optimizer or self.optimizer)
@@ -360,7 +360,7 @@ class ParameterServerStrategy(Strategy):
 
     def _apply(self, optimizer: Any, replicas: Sequence[ReplicaGradients]) -> None:
         """Check this worker's gradients, and push them."""
-        useful, examples = pushes.checked(replicas, self.variables)
+        useful, examples = push_validation.checked(replicas, self.variables)
         self.last_push = self._client.push(useful, examples, self.timeout)
 
     def look_up(self, variable: ServedVariable, indices: Any) -> Any:
@@ -404,7 +404,7 @@ class ParameterServerStrategy(Strategy):
 
         Returns:
             `variable/<name>` and, for every slot, `optimizer/<slot>/<name>`, of the variable's
-            shape; counts of updates, see `strategies.parameter_server.saved`. All of it is in the
+            shape; counts of updates, see `strategies.parameter_server.state_io`. All of it is in the
             memory of this task.
 
         Raises:

@@ -2,9 +2,14 @@
 
 from __future__ import annotations
 
-from strategies.queues.files import shared_files, shared_range
-from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
+from strategies.queues.queue_types import (
+    FIFOQueue,
+    PaddingFIFOQueue,
+    PriorityQueue,
+    RandomShuffleQueue,
+)
 from strategies.queues.remote import shared_queue
+from strategies.queues.shared_files import shared_files, shared_range
 
 __all__ = [
     "FIFOQueue",

@@ -9,8 +9,7 @@ import numpy as np
 
 from strategies.core.sparse import fits
 from strategies.errors import InvalidArgumentError
-from strategies.queues.store import Array, Columns
-from strategies.queues.values import (
+from strategies.queues.dtypes import (
     DType,
     as_array,
     as_dtype,
@@ -18,6 +17,7 @@ from strategies.queues.values import (
     padded_rows,
     scalar_types,
 )
+from strategies.queues.store import Array, Columns
 
 __all__ = ["Components", "Shape"]
 

@@ -27,7 +27,7 @@ class RunnerStatus:
 
 
 class Queue:
-    """What all queues have in common; make one of the kinds of `strategies.queues.kinds`.
+    """What all queues have in common; make one of the kinds of `strategies.queues.queue_types`.
 
     Values are given and returned per element: bare if there is one component, a tuple if there are
     several, a dict if the queue has names. A list or tuple that is given holds components. Every

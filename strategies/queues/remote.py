@@ -15,15 +15,15 @@ from typing import Any, TypeVar
 import numpy as np
 
 from strategies.errors import InvalidArgumentError, OpError
+from strategies.queues.dtypes import as_dtype
 from strategies.queues.engine import Close, Dequeue, Enqueue
-from strategies.queues.kinds import (
+from strategies.queues.queue_types import (
     FIFOQueue,
     PaddingFIFOQueue,
     PriorityQueue,
     Queue,
     RandomShuffleQueue,
 )
-from strategies.queues.values import as_dtype
 from strategies.rpc.client import Reply
 from strategies.rpc.operation import PendingOperation, RemoteAttempts, serve
 from strategies.rpc.registry import Handler, ResourceType, register_type

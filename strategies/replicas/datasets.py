@@ -17,9 +17,9 @@ from strategies.core.process_group import ProcessGroup
 from strategies.core.pytree import leaves, map_leaves, zip_leaves
 from strategies.core.validation import choice
 from strategies.errors import NotFoundError
-from strategies.input import split, uneven
+from strategies.input import batch_split, uneven_batches
+from strategies.input.batch_split import is_column
 from strategies.input.file_batches import FileBatches
-from strategies.input.split import is_column
 from strategies.replicas.per_replica import PerReplica
 
 __all__ = [
@@ -146,7 +146,7 @@ def _compare_first_batches(batches: Iterable[Any], comm: cc.Communicator) -> Ite
         batch = next(iterator, None)
         if batch is None:
             return None, []
-        split.rows_of(batch)  # raises for leaves without rows
+        batch_split.rows_of(batch)  # raises for leaves without rows
         return batch, [_fingerprint(leaf) for leaf in leaves(batch, is_column)]
 
     for _ in range(_COMPARED_BATCHES):
@@ -200,8 +200,8 @@ def _parts_of_same(batches: Iterable[Any], ranks: ProcessGroup, count: int) -> I
     """Cut each batch for all replicas; the parts go to the processes in turn."""
     replicas = ranks.size * count
     for batch in batches:
-        sizes = split.even_sizes(split.rows_of(batch), replicas)
-        parts = split.cut(batch, sizes)
+        sizes = batch_split.even_sizes(batch_split.rows_of(batch), replicas)
+        parts = batch_split.cut(batch, sizes)
         yield _for_replicas(tuple(parts[ranks.rank :: ranks.size]))
 
 
@@ -210,9 +210,9 @@ def _own_batches(batches: Iterable[Any], ranks: ProcessGroup, count: int) -> Ite
     sizes = None
     for batch in batches:
         if sizes is None:
-            rows = split.rows_of(batch)
-            sizes = split.cycle_sizes(rows, ranks.rank, ranks.size, ranks.size * count)
-        yield from split.cut(batch, sizes)
+            rows = batch_split.rows_of(batch)
+            sizes = batch_split.cycle_sizes(rows, ranks.rank, ranks.size, ranks.size * count)
+        yield from batch_split.cut(batch, sizes)
 
 
 def from_function(batches: Iterable[Any], ranks: ProcessGroup, count: int) -> Iterator[Any]:
@@ -222,7 +222,9 @@ def from_function(batches: Iterable[Any], ranks: ProcessGroup, count: int) -> It
     """
     steps = _steps(batches, count)
     comm = ranks.comm
-    used = filter(split.has_rows, steps) if comm is None else uneven.in_step(steps, comm)
+    used = (
+        filter(batch_split.has_rows, steps) if comm is None else uneven_batches.in_step(steps, comm)
+    )
     return (_for_replicas(step) for step in used)
 
 
@@ -243,7 +245,7 @@ def _steps(batches: Iterable[Any], count: int) -> Iterator[tuple[Any, ...]]:
     """Yield a batch for each replica; those without one get 0 rows."""
     iterator = iter(batches)
     while step := tuple(itertools.islice(iterator, count)):
-        nothing = map_leaves(uneven.empty_like, step[0], is_column)
+        nothing = map_leaves(uneven_batches.empty_like, step[0], is_column)
         yield step + (nothing,) * (count - len(step))
 
 

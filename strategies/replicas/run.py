@@ -22,7 +22,7 @@ from functools import partial
 from typing import Any
 
 from strategies.cluster import local_devices as devices
-from strategies.replicas import context, modes, per_replica, workers
+from strategies.replicas import context, per_replica, thread_context, thread_pool
 from strategies.replicas.context import ReplicaContext, ReplicaStrategy, SyncPoint
 
 __all__ = ["run", "selected"]
@@ -100,7 +100,7 @@ def _run_threads(strategy: ReplicaStrategy, body: Callable[[int], Any]) -> list[
         return answers
 
     threads = _ReplicaThreads(len(strategy.devices), hold)
-    cores = workers.CoreAffinity()
+    cores = thread_pool.CoreAffinity()
 
     def entered(i: int) -> Any:
         own = strategy.devices[i : i + 1]
@@ -164,7 +164,7 @@ class _ReplicaThreads:
             _Stop: a meeting has failed.
         """
         for i in range(1, len(self.results)):
-            workers.start(partial(modes.capture_modes(), self._work, i, body))
+            thread_pool.start(partial(thread_context.capture_modes(), self._work, i, body))
             self._started += 1
         contextvars.copy_context().run(self._work, 0, body)
         error = self._errors[0]

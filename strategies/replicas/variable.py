@@ -11,7 +11,7 @@ import numpy.typing as npt
 
 from strategies.core import array_ops
 from strategies.core.validation import choice
-from strategies.replicas import component, context, reductions
+from strategies.replicas import context, local_array, reductions
 from strategies.replicas.context import ReplicaStrategy, SyncPoint
 from strategies.variables.partition import check_shape
 
@@ -61,13 +61,13 @@ class Variable:
         aggregation: Aggregation = "none",
         strategy: ReplicaStrategy | None = None,
     ) -> None:
-        value = component.copied(initial_value, dtype)
+        value = local_array.copied(initial_value, dtype)
         self.name = name
         self.strategy = strategy
         kind = _chosen("synchronization", synchronization, Synchronization)
         self.synchronization = "on_write" if kind == "auto" else kind
         self.aggregation = _chosen("aggregation", aggregation, Aggregation)
-        if self.aggregation == "mean" and component.is_whole(value):
+        if self.aggregation == "mean" and local_array.is_whole(value):
             raise ValueError(
                 f"variable: integers have no mean of their dtype, expected another aggregation or "
                 f"a float dtype, got {array_ops.dtype_name(value)} (variable: {name})"
@@ -78,9 +78,11 @@ class Variable:
         for array in [value] if strategy is None else strategy.placed(value, shared=shared):
             self._add_replica(array)
         shares = len(self._components) < len(self._place)
-        self._components = [component.differentiated(c, initial_value) for c in self._components]
+        self._components = [local_array.differentiated(c, initial_value) for c in self._components]
         # Where replicas share an array, none of them may change it alone.
-        self._shown = [component.view(self._components[i]) for i in self._place] if shares else None
+        self._shown = (
+            [local_array.view(self._components[i]) for i in self._place] if shares else None
+        )
 
     def _add_replica(self, array: Any) -> None:
         """Find the array of the next replica: one of its own, or one that is on its device."""
@@ -204,7 +206,9 @@ class Variable:
     def _change(self, i: int, change: Change, new: Any) -> None:
         """Change one of the arrays."""
         old = self._components[i]
-        made = change(component.detached(old), component.detached(array_ops.to_device_of(old, new)))
+        made = change(
+            local_array.detached(old), local_array.detached(array_ops.to_device_of(old, new))
+        )
         if array_api_compat.is_jax_array(old):
             self._components[i] = made
 
@@ -214,7 +218,7 @@ class Variable:
                 f"{operation}: an on_read variable with aggregation 'sum' is changed outside of "
                 f"replicas, expected assign, or a call inside a replica (variable: {self.name})"
             )
-        self._write(operation, delta, component.increased)
+        self._write(operation, delta, local_array.increased)
 
     @property
     def _alone(self) -> bool:
@@ -235,12 +239,14 @@ class Variable:
         """Return a new value as an array of the variable's library and dtype."""
         replica = self._replica()
         mine = self._components[0 if replica is None else self._place[replica.local_id]]
-        array = component.detached(value) if component.is_foreign(value) else np.asarray(value)
-        if component.is_foreign(array) and not component.is_foreign(mine):
+        array = local_array.detached(value) if local_array.is_foreign(value) else np.asarray(value)
+        if local_array.is_foreign(array) and not local_array.is_foreign(mine):
             array = array_ops.to_host(array)
         check_shape(operation, array, self.shape, self.name)
         wanted = array_ops.dtype_name(mine)
-        if not np.can_cast(component.numpy_dtype(array), component.numpy_dtype(mine), "same_kind"):
+        if not np.can_cast(
+            local_array.numpy_dtype(array), local_array.numpy_dtype(mine), "same_kind"
+        ):
             raise TypeError(
                 f"{operation}: the value has the wrong dtype, expected {wanted}, got "
                 f"{array_ops.dtype_name(array)} (variable: {self.name})"
@@ -305,7 +311,7 @@ class Variable:
                 f"expected aggregation 'sum', 'mean' or 'only_first_replica' (variable: "
                 f"{self.name})"
             )
-        combined = self._aggregate([component.detached(c) for c in self._components])
+        combined = self._aggregate([local_array.detached(c) for c in self._components])
         return array_ops.copy(combined) if combined is self._components[0] else combined
 
     def _aggregate(self, values: list[Any]) -> Any:
@@ -321,11 +327,11 @@ class Variable:
         assert self.strategy is not None
         count = self.strategy.num_replicas_in_sync
         with array_ops.device_context(total):
-            share = total // count if component.is_whole(total) else total / count
-            rest = total - share * count if component.is_whole(total) else None
+            share = total // count if local_array.is_whole(total) else total / count
+            rest = total - share * count if local_array.is_whole(total) else None
         self.fill(share)
         if self.strategy.first_replica_id == 0 and rest is not None:
-            self._change(0, component.increased, rest)  # what cannot be divided
+            self._change(0, local_array.increased, rest)  # what cannot be divided
 
 
 def _chosen(what: str, word: str, words: Any) -> str:

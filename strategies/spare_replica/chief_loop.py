@@ -12,7 +12,7 @@ from strategies.accumulators.remote import Engine
 from strategies.errors import OpError
 from strategies.rpc import message, operation
 from strategies.rpc.wire import Array
-from strategies.spare_replica.turns import TokenQueue
+from strategies.spare_replica.token_queue import TokenQueue
 
 __all__ = ["ChiefLoop"]
 

@@ -10,18 +10,24 @@ from typing import Any
 import numpy as np
 
 from strategies.accumulators.engine import Apply
+from strategies.accumulators.gradient_sum import Gradient, GradientSpec
 from strategies.accumulators.remote import Engine, open_accumulation
-from strategies.accumulators.sums import Gradient, GradientSpec
 from strategies.averaging.optimizer import ArrayOptimizer
 from strategies.core import array_ops
 from strategies.core.sparse import Rows
 from strategies.errors import OpError, UnavailableError
-from strategies.optimizers.pairs import Pair
+from strategies.optimizers.gradient_pairs import Pair
 from strategies.rpc.operation import OperationOwner, PendingOperation, finish, perform
 from strategies.rpc.service import Service
 from strategies.rpc.wire import Array
 from strategies.spare_replica.chief_loop import ChiefLoop
-from strategies.spare_replica.turns import Deregister, Heartbeat, TakeToken, TokenQueue, open_rounds
+from strategies.spare_replica.token_queue import (
+    Deregister,
+    Heartbeat,
+    TakeToken,
+    TokenQueue,
+    open_rounds,
+)
 
 __all__ = ["SpareSteps", "StepReport"]
 

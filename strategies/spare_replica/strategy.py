@@ -10,15 +10,15 @@ import collectives as cc
 from strategies.core import gradient_sums
 from strategies.core.process_group import ProcessGroup
 from strategies.core.validation import integer
-from strategies.optimizers.pairs import Pair, resolve
+from strategies.optimizers.gradient_pairs import Pair, resolve
+from strategies.remote_optimizers.parameter_host import Parameter, ParameterHost, refuse_others
 from strategies.replicas import context, datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
 from strategies.rpc.service import Service
-from strategies.spare_replica.optimizer_of_each import PerVariableOptimizer
+from strategies.spare_replica.per_variable_optimizer import PerVariableOptimizer
 from strategies.spare_replica.steps import SpareSteps, StepReport
 from strategies.strategy.base.base import Strategy
-from strategies.wrapping.hosting import Parameter, ParameterHost, refuse_others
 
 __all__ = ["SpareReplicaStrategy"]
 

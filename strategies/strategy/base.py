@@ -19,8 +19,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 import collectives as cc
+from strategies.averaging.local_replicas import ReplicaGradients, ReplicaOptimizers
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
-from strategies.averaging.replicas import ReplicaGradients, ReplicaOptimizers
 from strategies.cluster.local_devices import CPU, parse_devices, put
 from strategies.core.communication_options import CommunicationOptions
 from strategies.core.process_group import ProcessGroup

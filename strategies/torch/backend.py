@@ -4,12 +4,12 @@
 
 torch.distributed calls the methods of a group as Python's, DDP and functional collectives from C++
 by the same names. Each looks at its tensors and at the options, and hands what has to be done to
-the group's line (`strategies.torch.line`)::
+the group's line (`strategies.torch.work_queue`)::
 
     all_reduce(t)                  here, complete when it returns
     all_reduce(t, async_op=True)   in line: returns a `Work` at once
     a bucket of DDP                here, where all ranks share a node: there it would only take the
-                                   core from the backward pass (and `strategies.torch.buckets`
+                                   core from the backward pass (and `strategies.torch.ddp_buckets`
                                    saves the copies); else in line, beside it
 
 All groups, also the world's, have communicators of their own.
@@ -28,12 +28,12 @@ import torch
 from torch import distributed
 
 import collectives as cc
-from strategies.torch import messages, moves
-from strategies.torch.buckets import DdpBuckets, is_ddp_bucket, starts_rebuild
-from strategies.torch.line import WorkQueue
-from strategies.torch.moves import reduction
+from strategies.torch import operations, p2p
+from strategies.torch.ddp_buckets import DdpBuckets, is_ddp_bucket, starts_rebuild
+from strategies.torch.operations import reduction
 from strategies.torch.rendezvous import timeout_seconds
 from strategies.torch.work import DONE, CompletedWork, PendingWork, keep_join_works, translated
+from strategies.torch.work_queue import WorkQueue
 
 __all__ = ["UnisonoGroup", "create"]
 
@@ -171,7 +171,7 @@ class UnisonoGroup(distributed.ProcessGroup):
     def allreduce(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Reduce a tensor over all ranks, in place."""
         how = reduction(opts.reduceOp)
-        run = partial(moves.allreduce, self.comm, tensors, how, self._limit)
+        run = partial(operations.allreduce, self.comm, tensors, how, self._limit)
         if not opts.asyncOp:
             self._line.run(run)
             return DONE
@@ -181,34 +181,36 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def allreduce_coalesced(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Reduce several tensors over all ranks, in place."""
-        run = partial(moves.allreduce, self.comm, tensors, reduction(opts.reduceOp), self._limit)
+        run = partial(
+            operations.allreduce, self.comm, tensors, reduction(opts.reduceOp), self._limit
+        )
         return self._start("allreduce_coalesced", run, opts, tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Give every rank the root's tensor."""
         if self._buckets is not None and starts_rebuild(sys._getframe(1)):
             self._buckets.expect(tensors[0].numel())
-        run = partial(moves.broadcast, self.comm, tensors[0], opts.rootRank, self._limit)
+        run = partial(operations.broadcast, self.comm, tensors[0], opts.rootRank, self._limit)
         return self._start("broadcast", run, opts, tensors)
 
     def reduce(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Reduce a tensor over all ranks, in place on the root."""
         op = reduction(opts.reduceOp)
-        run = partial(moves.reduce, self.comm, tensors[0], opts.rootRank, op, self._limit)
+        run = partial(operations.reduce, self.comm, tensors[0], opts.rootRank, op, self._limit)
         return self._start("reduce", run, opts, tensors)
 
     def allgather(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _DEFAULT
     ) -> distributed.Work:
         """Give every rank the tensors of all ranks, which may differ in shape."""
-        run = partial(moves.allgather, self.comm, outputs[0], inputs[0], self._limit)
+        run = partial(operations.allgather, self.comm, outputs[0], inputs[0], self._limit)
         return self._start("allgather", run, opts, outputs[0])
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = _DEFAULT
     ) -> distributed.Work:
         """Join the tensors of all ranks in one."""
-        run = partial(moves.allgather, self.comm, [output], tensor, self._limit)
+        run = partial(operations.allgather, self.comm, [output], tensor, self._limit)
         return self._start("all_gather_single", run, opts, [output])
 
     def all_gather_single_coalesced(
@@ -216,7 +218,7 @@ class UnisonoGroup(distributed.ProcessGroup):
     ) -> distributed.Work:
         """Do this for several tensors."""
         pairs = [([out], tensor) for out, tensor in zip(outputs, inputs, strict=True)]
-        run = partial(moves.allgather_each, self.comm, pairs, self._limit)
+        run = partial(operations.allgather_each, self.comm, pairs, self._limit)
         return self._start("all_gather_single_coalesced", run, opts, outputs)
 
     def allgather_coalesced(
@@ -224,7 +226,7 @@ class UnisonoGroup(distributed.ProcessGroup):
     ) -> distributed.Work:
         """Give every rank several tensors of all ranks: `outputs[rank][number]`."""
         pairs = list(zip(zip(*outputs, strict=True), inputs, strict=True))
-        run = partial(moves.allgather_each, self.comm, pairs, self._limit)
+        run = partial(operations.allgather_each, self.comm, pairs, self._limit)
         return self._start("allgather_coalesced", run, opts, [t for row in outputs for t in row])
 
     def gather(
@@ -232,7 +234,7 @@ class UnisonoGroup(distributed.ProcessGroup):
     ) -> distributed.Work:
         """Give the root the tensors of all ranks."""
         found = outputs[0] if outputs else []
-        run = partial(moves.gather, self.comm, found, inputs[0], opts.rootRank, self._limit)
+        run = partial(operations.gather, self.comm, found, inputs[0], opts.rootRank, self._limit)
         return self._start("gather", run, opts, found)
 
     def scatter(
@@ -240,7 +242,7 @@ class UnisonoGroup(distributed.ProcessGroup):
     ) -> distributed.Work:
         """Give every rank one of the root's tensors."""
         parts = inputs[0] if inputs else []
-        run = partial(moves.scatter, self.comm, outputs[0], parts, opts.rootRank, self._limit)
+        run = partial(operations.scatter, self.comm, outputs[0], parts, opts.rootRank, self._limit)
         return self._start("scatter", run, opts, outputs)
 
     def reduce_scatter(
@@ -248,7 +250,7 @@ class UnisonoGroup(distributed.ProcessGroup):
     ) -> distributed.Work:
         """Reduce tensors over all ranks, and give each rank one of them."""
         op = reduction(opts.reduceOp)
-        run = partial(moves.reduce_scatter, self.comm, outputs[0], inputs[0], op, self._limit)
+        run = partial(operations.reduce_scatter, self.comm, outputs[0], inputs[0], op, self._limit)
         return self._start("reduce_scatter", run, opts, outputs)
 
     def reduce_scatter_single(
@@ -256,7 +258,7 @@ class UnisonoGroup(distributed.ProcessGroup):
     ) -> distributed.Work:
         """Reduce a tensor over all ranks, and give each rank an equal share."""
         op = reduction(opts.reduceOp)
-        run = partial(moves.reduce_scatter, self.comm, output, [tensor], op, self._limit)
+        run = partial(operations.reduce_scatter, self.comm, output, [tensor], op, self._limit)
         return self._start("reduce_scatter_single", run, opts, [output])
 
     def reduce_scatter_single_coalesced(
@@ -265,12 +267,12 @@ class UnisonoGroup(distributed.ProcessGroup):
         """Do this for several tensors."""
         op = reduction(opts.reduceOp)
         pairs = list(zip(outputs, inputs, strict=True))
-        run = partial(moves.reduce_scatter_each, self.comm, pairs, op, self._limit)
+        run = partial(operations.reduce_scatter_each, self.comm, pairs, op, self._limit)
         return self._start("reduce_scatter_single_coalesced", run, opts, outputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Give every rank one of this rank's tensors, and take one of each."""
-        run = partial(moves.alltoall, self.comm, outputs, inputs, self._limit)
+        run = partial(operations.alltoall, self.comm, outputs, inputs, self._limit)
         return self._start("alltoall", run, opts, outputs)
 
     def all_to_all_single(
@@ -279,7 +281,7 @@ class UnisonoGroup(distributed.ProcessGroup):
     ) -> distributed.Work:  # fmt: skip
         """Give every rank some rows of this rank's tensor, and join what all ranks give."""
         sizes = list(output_sizes), list(input_sizes)
-        run = partial(moves.alltoall_rows, self.comm, output, tensor, *sizes, self._limit)
+        run = partial(operations.alltoall_rows, self.comm, output, tensor, *sizes, self._limit)
         return self._start("all_to_all_single", run, opts, [output])
 
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> distributed.Work:
@@ -308,7 +310,7 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def average(self, bucket: torch.Tensor, compression: cc.Compression) -> distributed.Work:
         """Average a bucket of DDP over all ranks, in place."""
-        return self._reduce_bucket(bucket, moves.MEAN, compression)
+        return self._reduce_bucket(bucket, operations.MEAN, compression)
 
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
@@ -341,12 +343,12 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def _message(
         self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int
-    ) -> messages.MessageWork:
+    ) -> p2p.MessageWork:
         """Start sending or receiving a tensor, unless the group has ended, also by an error."""
-        begin: Any = messages.send if operation == "send" else messages.receive
+        begin: Any = p2p.send if operation == "send" else p2p.receive
         try:
             self.comm.check_usable(operation)
-            message: messages.MessageWork = begin(self.comm, tensor, peer, tag, self._limit)
+            message: p2p.MessageWork = begin(self.comm, tensor, peer, tag, self._limit)
         except Exception as error:
             raise translated(error) from error.__cause__
         return message
@@ -364,13 +366,13 @@ class UnisonoGroup(distributed.ProcessGroup):
         return CompletedWork(results)
 
     def _reduce_bucket(
-        self, tensor: torch.Tensor, how: moves.Reduction, codec: cc.Compression = cc.NONE
+        self, tensor: torch.Tensor, how: operations.Reduction, codec: cc.Compression = cc.NONE
     ) -> distributed.Work:
         """Reduce a bucket of DDP."""
         if self._buckets is not None and not tensor.is_sparse:
             self._line.run(partial(self._buckets.allreduce, tensor, how, self._limit, codec))
             return CompletedWork([tensor])
-        run = partial(moves.allreduce, self.comm, [tensor], how, self._limit, codec)
+        run = partial(operations.allreduce, self.comm, [tensor], how, self._limit, codec)
         if not self._threads:
             self._line.run(run)
             return CompletedWork([tensor])

@@ -13,8 +13,8 @@ from typing import Any
 
 import torch
 
-from strategies.averaging.alike import checksum
-from strategies.torch.backward import GradientHooks
+from strategies.averaging.consistency import checksum
+from strategies.torch.backward_hooks import GradientHooks
 from strategies.torch.parameters import parameters_of
 
 __all__ = ["MethodGuard"]

@@ -25,15 +25,15 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import collectives as cc
+from strategies.averaging.accumulation import GradientAccumulator, LocalGradient
 from strategies.averaging.averaging import Averaging
-from strategies.averaging.leaf import ParameterSpec
 from strategies.averaging.optimizer import identity
-from strategies.averaging.passes import GradientAccumulator, LocalGradient
-from strategies.averaging.rule import AveragingOptions
+from strategies.averaging.options import AveragingOptions
+from strategies.averaging.parameter_spec import ParameterSpec
 from strategies.core import agreement
 from strategies.core.sparse import Rows
 from strategies.replicas.context import require_one_replica
-from strategies.torch.backward import GradientHooks
+from strategies.torch.backward_hooks import GradientHooks
 from strategies.torch.method_guard import MethodGuard
 from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of, settings_of
 

@@ -8,8 +8,8 @@ from typing import Any
 
 import torch
 
-from strategies.averaging.alike import Fingerprint, fingerprints_of_state
-from strategies.averaging.leaf import ParameterSpec
+from strategies.averaging.consistency import Fingerprint, fingerprints_of_state
+from strategies.averaging.parameter_spec import ParameterSpec
 
 __all__ = ["Names", "described", "facts_of_optimizer", "names_of", "parameters_of", "settings_of"]
 

@@ -15,8 +15,8 @@ from typing import Any, TypeVar
 import numpy as np
 
 import collectives as cc
+from strategies.averaging.local_replicas import ReplicaGradients
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
-from strategies.averaging.replicas import ReplicaGradients
 from strategies.cluster.local_devices import of_jax, put_jax
 from strategies.cluster.resolvers import TPUClusterResolver
 from strategies.core.communication_options import CommunicationOptions
@@ -173,7 +173,7 @@ class TPUStrategy(Strategy):
             return
 
         def act(strategy: Any, pairs: list[tuple[Any, Any]], told: float | None) -> None:
-            from strategies.optimizers.compiled import donate_gradients
+            from strategies.optimizers.jax_step import donate_gradients
 
             # They are the program's. What averaging returns may lie in memory of its own.
             direct = self.ranks.size == 1 and isinstance(optimizer, Optimizer)

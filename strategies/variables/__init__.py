@@ -3,10 +3,14 @@
 from __future__ import annotations
 
 from strategies.variables import initializers, partition
-from strategies.variables.items import ReadResult, UpdateResult
+from strategies.variables.batched import apply_all, assign_all, read_all
+from strategies.variables.factory import (
+    reset_container,
+    shared_partitioned_variable,
+    shared_variable,
+)
 from strategies.variables.moving_averages import MovingAverages
-from strategies.variables.open import reset_container, shared_partitioned_variable, shared_variable
-from strategies.variables.together import apply_all, assign_all, read_all
+from strategies.variables.requests import ReadResult, UpdateResult
 from strategies.variables.variable import PartitionedVariable, SharedVariable
 
 __all__ = [

@@ -12,7 +12,7 @@ from strategies.rpc.registry import Address
 from strategies.rpc.service import Service
 from strategies.rpc.wire import dtype_named
 from strategies.variables import partition
-from strategies.variables.operations import VariableOps
+from strategies.variables.client_ops import VariableOps
 
 __all__ = ["AnyVariable", "PartitionedVariable", "SharedVariable"]
 

@@ -14,7 +14,7 @@ from collectives.core.settings import Settings
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.spec import ClusterSpec
 from strategies.parameter_server import ParameterServerStrategy
-from strategies.queues.kinds import FIFOQueue
+from strategies.queues.queue_types import FIFOQueue
 from strategies.queues.remote import shared_queue
 from strategies.rpc.server import Server
 

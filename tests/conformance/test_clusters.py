@@ -25,14 +25,14 @@ from strategies.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-from strategies.queues.kinds import FIFOQueue
+from strategies.queues.queue_types import FIFOQueue
 from strategies.queues.remote import shared_queue
 from strategies.rpc.functions import Task
 from strategies.rpc.registry import Address, container
 from strategies.rpc.server import Server
 from strategies.rpc.service import Service
-from strategies.variables.open import shared_variable
-from strategies.variables.serving import KIND
+from strategies.variables.factory import shared_variable
+from strategies.variables.request_handler import KIND
 
 
 def holds(service, container, name):

@@ -20,7 +20,7 @@ from strategies.errors import (
     UnavailableError,
 )
 from strategies.parameter_server import ParameterServerStrategy
-from strategies.parameter_server.shard import PARAMETERS
+from strategies.parameter_server.server import PARAMETERS
 from strategies.parameter_server.staleness import Decision, Drop, Scale, WorkerStats
 from strategies.rpc.message import Kind
 from tapped import silence

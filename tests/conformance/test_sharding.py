@@ -16,11 +16,11 @@ from conftest import UNDER_MPI
 from requirements import installed
 from strategies.errors import OutOfRangeError
 from strategies.horovod.elastic import ElasticSampler
-from strategies.input import FileBatches, in_step, uneven
+from strategies.input import FileBatches, in_step, uneven_batches
 from strategies.input.prefetching import prefetch
 from strategies.input.readers import TextLineReader
 from strategies.input.sharded import ShardedInput
-from strategies.queues.files import shared_files
+from strategies.queues.shared_files import shared_files
 from strategies.rpc.service import Service
 
 FILES = {f"f{i}": [10 * i + j for j in range(i + 2)] for i in range(5)}  # 2, 3, 4, 5, 6 records
@@ -178,9 +178,11 @@ def test_a_form_that_one_rank_cannot_make_is_an_error_on_all(world, monkeypatch)
         raise ImportError(f"No module named {name!r}")
 
     monkeypatch.setattr(
-        uneven, "form_of", lambda array: uneven.EmptySpec("torch", "int8", (3,), "cpu")
+        uneven_batches,
+        "form_of",
+        lambda array: uneven_batches.EmptySpec("torch", "int8", (3,), "cpu"),
     )
-    monkeypatch.setattr(uneven.importlib, "import_module", absent)
+    monkeypatch.setattr(uneven_batches.importlib, "import_module", absent)
 
     def run(comm):
         if comm.size == 1:

@@ -20,9 +20,14 @@ from strategies.errors import (
     OpError,
     OutOfRangeError,
 )
-from strategies.queues.files import shared_files, shared_range
-from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
+from strategies.queues.queue_types import (
+    FIFOQueue,
+    PaddingFIFOQueue,
+    PriorityQueue,
+    RandomShuffleQueue,
+)
 from strategies.queues.remote import shared_queue
+from strategies.queues.shared_files import shared_files, shared_range
 from strategies.rpc.registry import container
 from strategies.rpc.service import Service
 

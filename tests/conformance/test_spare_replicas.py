@@ -11,14 +11,14 @@ from calls import in_thread, until
 
 import collectives as cc
 from strategies.accumulators.accumulators import ConditionalAccumulator, shared_accumulator
+from strategies.accumulators.gradient_sum import GradientSpec
 from strategies.accumulators.remote import open_accumulation
-from strategies.accumulators.sums import GradientSpec
 from strategies.core.sparse import Rows
 from strategies.errors import InvalidArgumentError, OpError, OutOfRangeError, UnavailableError
 from strategies.optimizers import SGD, Momentum
 from strategies.rpc.service import Service
 from strategies.spare_replica import SpareReplicaStrategy
-from strategies.spare_replica.turns import open_rounds
+from strategies.spare_replica.token_queue import open_rounds
 
 LIMIT = 20.0
 

@@ -8,7 +8,7 @@ import pytest
 import collectives as cc
 import strategies
 from strategies.errors import InvalidArgumentError
-from strategies.input import in_step, split
+from strategies.input import batch_split, in_step
 
 
 def make_variables(strategy, seed):
@@ -200,7 +200,7 @@ def test_global_batches_are_shared_without_loss(world):
             np.testing.assert_array_equal(comm.allgather(ours), x)
             np.testing.assert_array_equal(comm.allgather(double), y)
         with pytest.raises(ValueError, match="no common number of rows"):
-            split.cut((np.zeros(2), np.zeros(3)), [1, 1])
+            batch_split.cut((np.zeros(2), np.zeros(3)), [1, 1])
 
     world.run(check)
 

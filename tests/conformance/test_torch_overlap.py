@@ -11,7 +11,7 @@ import pytest
 import collectives as cc
 import strategies
 from requirements import installed
-from strategies.averaging import placing
+from strategies.averaging import bucket_copy
 from strategies.errors import OpError
 
 torch = installed("torch")
@@ -465,7 +465,7 @@ def test_a_gradient_that_cannot_be_put_in_its_place_is_an_error_on_all(world, mo
         return placed
 
     for name in ("hosts", "put"):
-        monkeypatch.setattr(placing, name, or_fail(getattr(placing, name)))
+        monkeypatch.setattr(bucket_copy, name, or_fail(getattr(bucket_copy, name)))
 
     @overlapped()
     def body(twins):

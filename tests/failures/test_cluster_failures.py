@@ -15,7 +15,7 @@ PRELUDE = """
     from strategies.cluster.cluster import Cluster
     from strategies.rpc.server import Server
     from strategies.errors import *
-    from strategies.queues.kinds import FIFOQueue
+    from strategies.queues.queue_types import FIFOQueue
     from strategies.queues.remote import shared_queue
 
     def die():

@@ -113,7 +113,7 @@ import os, signal, sys, threading, time
 import numpy as np
 import collectives as cc
 from strategies.averaging.overlap import Overlap
-from strategies.averaging.passes import Contribution
+from strategies.averaging.accumulation import Contribution
 
 world = cc.init()
 ONES = np.ones(2, np.float32)

@@ -14,7 +14,7 @@ PRELUDE = """
     import collectives as cc
     from strategies.errors import *
     from strategies.queues.engine import Dequeue
-    from strategies.queues.kinds import FIFOQueue
+    from strategies.queues.queue_types import FIFOQueue
     from strategies.queues.remote import shared_queue
     from strategies.rpc.service import Service
 

@@ -64,7 +64,7 @@ def test_a_killed_task_is_an_error_for_all_that_use_it_at_once(tmp_path):
         comm.barrier()
         if comm.rank == 0:
             def waiting():
-                found = service.here(strategies.variables.serving.KIND, late.address)
+                found = service.here(strategies.variables.request_handler.KIND, late.address)
                 return len(found._waiting) == 4
             until(waiting)
             die()

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from requirements import installed
-from strategies.averaging.passes import GradientAccumulator
+from strategies.averaging.accumulation import GradientAccumulator
 from strategies.core import gradient_sums
 from strategies.core.sparse import Rows, checked_rows
 

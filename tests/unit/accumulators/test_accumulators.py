@@ -18,7 +18,7 @@ from strategies.accumulators.accumulators import (
     shared_accumulator,
 )
 from strategies.accumulators.engine import Take
-from strategies.accumulators.sums import GradientSum
+from strategies.accumulators.gradient_sum import GradientSum
 from strategies.core.sparse import Rows
 from strategies.errors import (
     CancelledError,

@@ -6,8 +6,8 @@ import threading
 
 import numpy as np
 
+from strategies.averaging.accumulation import LocalGradient
 from strategies.averaging.overlap import Overlap
-from strategies.averaging.passes import LocalGradient
 
 PLACES = 6
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strategies.averaging.passes import GradientAccumulator
+from strategies.averaging.accumulation import GradientAccumulator
 
 
 class Full:

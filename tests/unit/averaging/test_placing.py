@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 
 from requirements import installed
-from strategies.averaging import placing
+from strategies.averaging import bucket_copy
 
 torch = installed("torch")
 
@@ -33,5 +33,5 @@ def test_a_tensor_of_a_device_is_copied_to_its_place(dtype, given, requires_grad
     gradient = torch.tensor([1.0, -2.5, float("inf")], dtype=getattr(torch, given))
     gradient = gradient.as_subclass(DeviceTensor).requires_grad_(requires_grad)
     view = np.zeros(3, dtype)
-    placing.copy_into(view, gradient, 0.5)
+    bucket_copy.copy_into(view, gradient, 0.5)
     assert view.tolist() == [0.5, -1.25, np.inf]

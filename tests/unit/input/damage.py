@@ -26,7 +26,7 @@ from collections.abc import Callable
 import numpy as np
 
 from strategies.errors import DataLossError, InvalidArgumentError, OutOfRangeError
-from strategies.input import csv
+from strategies.input.csv.parser import parser as csv
 from strategies.input.readers import (
     FixedLengthRecordReader,
     TextLineReader,
@@ -34,7 +34,7 @@ from strategies.input.readers import (
     WholeFileReader,
 )
 from strategies.input.records import frame
-from strategies.queues.kinds import FIFOQueue
+from strategies.queues.queue_types import FIFOQueue
 
 RECORDS = [b"", b"abc", bytes(range(256)) * 3, b"x" * 1000]
 GOOD_RECORDS = b"".join(map(frame, RECORDS * 2))

@@ -11,11 +11,11 @@ import pytest
 
 from strategies.errors import CancelledError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
-from strategies.input.csv import decode_csv
+from strategies.input.csv.parser import decode_csv
 from strategies.input.producers import string_input_producer
 from strategies.input.readers import TextLineReader
 from strategies.input.runners import QueueRunner, start_queue_runners
-from strategies.queues.kinds import FIFOQueue, RandomShuffleQueue
+from strategies.queues.queue_types import FIFOQueue, RandomShuffleQueue
 
 LIMIT = 20.0
 

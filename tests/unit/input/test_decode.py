@@ -8,8 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from strategies.errors import InvalidArgumentError
-from strategies.input import csv
-from strategies.input.csv import decode_csv
+from strategies.input.csv.parser import decode_csv, parser
 
 F32, F64, I32, I64 = (np.dtype(name) for name in ("float32", "float64", "int32", "int64"))
 
@@ -20,7 +19,9 @@ def required(dtype):
 
 @pytest.fixture(params=["exact", "compiled"], autouse=True)
 def way(request, monkeypatch):
-    monkeypatch.setattr(csv, "_fields_before_loop", 0 if request.param == "compiled" else 1 << 62)
+    monkeypatch.setattr(
+        parser, "_fields_before_loop", 0 if request.param == "compiled" else 1 << 62
+    )
 
 
 def check(records, defaults, expected, **options):
@@ -328,18 +329,18 @@ def _both_ways(rows, dtypes, na_value, needed, select):
     if select:
         options["select_cols"] = select[: len(dtypes)]
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(csv, "_fields_before_loop", 1 << 62)
+        patch.setattr(parser, "_fields_before_loop", 1 << 62)
         exact = outcome(rows, defaults, **options)
-        patch.setattr(csv, "_fields_before_loop", 0)
+        patch.setattr(parser, "_fields_before_loop", 0)
         assert outcome(rows, defaults, **options) == exact
 
 
 def test_the_loop_starts_after_some_work(monkeypatch):
-    from strategies.input import csv_kernel
+    from strategies.input.csv.parser import kernel
 
     calls = []
-    monkeypatch.setattr(csv_kernel, "parse", lambda *_: calls.append(1))
-    monkeypatch.setattr(csv, "_fields_before_loop", 5)
+    monkeypatch.setattr(kernel, "parse", lambda *_: calls.append(1))
+    monkeypatch.setattr(parser, "_fields_before_loop", 5)
     for expected in (0, 0, 1, 2):
         check(["1,2,3"], [0, 0, 0], [[1], [2], [3]])
         assert len(calls) == expected

@@ -21,7 +21,7 @@ from strategies.errors import (
 from strategies.input.files import match_files, open_source
 from strategies.input.readers import TextLineReader, TFRecordReader, WholeFileReader
 from strategies.input.records import TFRecordWriter
-from strategies.queues.kinds import FIFOQueue
+from strategies.queues.queue_types import FIFOQueue
 
 
 def contents(path, compression=None, piece=-1):

@@ -19,7 +19,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as some
 
 from strategies.errors import DataLossError, InvalidArgumentError, NotFoundError, OutOfRangeError
-from strategies.input import csv, readers
+from strategies.input import readers
 from strategies.input.batching import (
     batch,
     batch_join,
@@ -27,11 +27,12 @@ from strategies.input.batching import (
     shuffle_batch,
     shuffle_batch_join,
 )
+from strategies.input.csv.parser import parser
 from strategies.input.files import match_files
 from strategies.input.producers import preload, string_input_producer
 from strategies.input.readers import FixedLengthRecordReader
 from strategies.input.runners import QueueRunner
-from strategies.queues.kinds import FIFOQueue
+from strategies.queues.queue_types import FIFOQueue
 
 LIMIT = 20.0
 AT_ONCE = 10.0  # seconds, on a machine that does much else; nothing here waits for that long
@@ -51,7 +52,7 @@ def nothing_leaks():
 
 
 def decode_csv_is_loaded():
-    csv.decode_csv(["1"], [0])
+    parser.decode_csv(["1"], [0])
 
 
 def open_files():
@@ -389,7 +390,7 @@ def read_csv(files, size=8, **options):
 @pytest.mark.parametrize("threads", [1, 3, 10])
 @pytest.mark.parametrize("shuffled", [False, True])
 def test_csv_rows_come_once_per_epoch(shards, threads, shuffled, way, monkeypatch):
-    monkeypatch.setattr(csv, "_fields_before_loop", way)
+    monkeypatch.setattr(parser, "_fields_before_loop", way)
     options = {"num_threads": threads, "num_epochs": 3, "shuffle": shuffled}
     with read_csv(shards, allow_smaller_final_batch=True, **options) as batches:
         labels = []
@@ -496,7 +497,7 @@ def test_records_are_those_that_the_standard_library_writes(tmp_path_factory, pi
 )
 @pytest.mark.parametrize("way", [0, 1 << 62])
 def test_a_bad_line_is_an_error_with_file_and_line(tmp_path, line, what, threads, way, monkeypatch):
-    monkeypatch.setattr(csv, "_fields_before_loop", way)
+    monkeypatch.setattr(parser, "_fields_before_loop", way)
     files = [shard(tmp_path / f"{n}.csv", 20 * n) for n in range(3)]
     files.append(shard(tmp_path / "bad.csv", 0, bad={8: line}))
     with (

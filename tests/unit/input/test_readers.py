@@ -30,7 +30,7 @@ from strategies.input.readers import (
     WholeFileReader,
 )
 from strategies.input.records import TFRecordWriter
-from strategies.queues.kinds import FIFOQueue
+from strategies.queues.queue_types import FIFOQueue
 
 LIMIT = 20.0
 

@@ -15,7 +15,7 @@ from launcher import run
 from strategies.errors import DataLossError, InvalidArgumentError, OutOfRangeError
 from strategies.input.readers import TFRecordReader
 from strategies.input.records import TFRecordWriter, frame
-from strategies.queues.kinds import FIFOQueue
+from strategies.queues.queue_types import FIFOQueue
 
 EMPTY = bytes.fromhex("0000000000000000 29039807 d8ea82a2")
 ABC = bytes.fromhex("0300000000000000 b099490e 616263 6e57f121")
@@ -222,7 +222,7 @@ def test_what_to_do_without_the_library(tmp_path):
         sys.modules["google_crc32c"] = None
         from strategies.input.readers import TFRecordReader
         from strategies.input.records import TFRecordWriter
-        from strategies.queues.kinds import FIFOQueue
+        from strategies.queues.queue_types import FIFOQueue
         path = sys.argv[1]
         reader, queue = TFRecordReader(), FIFOQueue(1, str, [()])
         queue.enqueue((path,))

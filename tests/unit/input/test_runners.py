@@ -14,7 +14,7 @@ from strategies.errors import CancelledError, InvalidArgumentError, OutOfRangeEr
 from strategies.input.coordinator import Coordinator
 from strategies.input.producers import string_input_producer
 from strategies.input.runners import QueueRunner, start_queue_runners
-from strategies.queues.kinds import FIFOQueue
+from strategies.queues.queue_types import FIFOQueue
 
 LIMIT = 20.0
 

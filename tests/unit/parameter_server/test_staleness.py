@@ -8,7 +8,6 @@ import pytest
 from strategies.cluster.device_setter import GreedyLoadBalancing, RoundRobin, byte_size
 from strategies.cluster.scopes import PlacementRequest
 from strategies.core.sparse import Rows
-from strategies.parameter_server.served_variable import number_of_parts, offsets, parts_of
 from strategies.parameter_server.staleness import (
     Decision,
     Drop,
@@ -17,6 +16,7 @@ from strategies.parameter_server.staleness import (
     WorkerStats,
     weight,
 )
+from strategies.parameter_server.variable import number_of_parts, offsets, parts_of
 from strategies.variables import partition
 
 

@@ -21,7 +21,12 @@ from strategies.errors import (
     InvalidArgumentError,
     OutOfRangeError,
 )
-from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
+from strategies.queues.queue_types import (
+    FIFOQueue,
+    PaddingFIFOQueue,
+    PriorityQueue,
+    RandomShuffleQueue,
+)
 
 LIMIT = 20.0
 SOON = 0.05  # seconds for which a call that must wait is watched

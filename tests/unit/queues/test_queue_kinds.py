@@ -14,7 +14,7 @@ from strategies.errors import (
     OutOfRangeError,
 )
 from strategies.queues.engine import Close, Dequeue, Enqueue
-from strategies.queues.kinds import (
+from strategies.queues.queue_types import (
     FIFOQueue,
     PaddingFIFOQueue,
     PriorityQueue,

@@ -16,7 +16,12 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 import pairwise
 from strategies.errors import CancelledError, DeadlineExceededError, OutOfRangeError
 from strategies.queues.engine import Close, Dequeue, Enqueue
-from strategies.queues.kinds import FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue
+from strategies.queues.queue_types import (
+    FIFOQueue,
+    PaddingFIFOQueue,
+    PriorityQueue,
+    RandomShuffleQueue,
+)
 
 LIMIT = 20.0
 CAPACITY = 4

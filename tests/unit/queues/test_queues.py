@@ -22,7 +22,7 @@ from strategies.errors import (
     OutOfRangeError,
 )
 from strategies.queues.engine import Close, Dequeue, Enqueue
-from strategies.queues.kinds import FIFOQueue, RandomShuffleQueue
+from strategies.queues.queue_types import FIFOQueue, RandomShuffleQueue
 
 LIMIT = 20.0  # seconds after which a test that hangs fails
 F32 = np.float32

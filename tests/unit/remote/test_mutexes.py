@@ -14,7 +14,7 @@ from strategies.errors import (
     FailedPreconditionError,
     InvalidArgumentError,
 )
-from strategies.queues.kinds import FIFOQueue
+from strategies.queues.queue_types import FIFOQueue
 from strategies.queues.remote import shared_queue
 from strategies.rpc import MutexLock
 

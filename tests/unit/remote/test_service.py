@@ -20,7 +20,7 @@ from strategies.errors import (
     UnavailableError,
     UnimplementedError,
 )
-from strategies.queues.kinds import FIFOQueue
+from strategies.queues.queue_types import FIFOQueue
 from strategies.queues.remote import shared_queue
 from strategies.rpc import message as protocol
 from strategies.rpc.client import PendingRequests

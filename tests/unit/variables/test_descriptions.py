@@ -11,7 +11,7 @@ import pytest
 
 import strategies
 from strategies.errors import InvalidArgumentError, NotFoundError
-from strategies.variables import store as descriptions
+from strategies.variables import stored_variable as descriptions
 
 MADE = [
     strategies.SGD(0.5),

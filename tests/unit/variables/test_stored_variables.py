@@ -23,14 +23,9 @@ from strategies.errors import (
     UnavailableError,
 )
 from strategies.rpc import Task, pool
-from strategies.variables import (
-    actions,
-    partition,
-    serving,
-    shared_variable,
-)
-from strategies.variables.given import take_ownership
-from strategies.variables.store import StoredVariable
+from strategies.variables import partition, request_handler, server_ops, shared_variable
+from strategies.variables.array_input import take_ownership
+from strategies.variables.stored_variable import StoredVariable
 from tapped import silence
 
 LIMIT = 20.0
@@ -78,7 +73,7 @@ def test_an_update_copies_only_while_somebody_reads():
 def test_what_is_assigned_is_not_copied_before():
     thing = stored(np.zeros(3))
     held = thing.view()
-    actions.execute("assign", thing, [np.ones(3)], {})
+    server_ops.execute("assign", thing, [np.ones(3)], {})
     assert (held.tolist(), thing.value.tolist(), thing.version) == ([0] * 3, [1] * 3, 1)
 
 
@@ -108,7 +103,7 @@ def test_memory_that_was_made_for_a_variable_is_not_copied_and_that_of_others_is
 
 
 def test_long_updates_leave_the_service_free_and_run_side_by_side(services, monkeypatch):
-    both, act, free = threading.Barrier(2), actions.execute, threading.Event()
+    both, act, free = threading.Barrier(2), server_ops.execute, threading.Event()
 
     def slow(operation, thing, arrays, options):
         if operation == "assign_add":
@@ -116,8 +111,8 @@ def test_long_updates_leave_the_service_free_and_run_side_by_side(services, monk
             assert free.wait(LIMIT)
         return act(operation, thing, arrays, options)
 
-    monkeypatch.setattr(serving, "act", slow)
-    monkeypatch.setattr(serving.pool, "UPDATES", pool.Pool("two", lambda: 2))
+    monkeypatch.setattr(request_handler, "act", slow)
+    monkeypatch.setattr(request_handler.pool, "UPDATES", pool.Pool("two", lambda: 2))
     big = np.ones(1 << 18)
     made = [shared_variable(big, service=services[1], shared_name=name) for name in "ab"]
     small = shared_variable(1.0, service=services[1], shared_name="c")
@@ -133,7 +128,7 @@ def test_long_updates_leave_the_service_free_and_run_side_by_side(services, monk
 
 
 def test_a_request_that_waits_for_a_thread_ends_at_its_deadline(services, monkeypatch):
-    act, free, begun = actions.execute, threading.Event(), threading.Event()
+    act, free, begun = server_ops.execute, threading.Event(), threading.Event()
 
     def slow(operation, thing, arrays, options):
         if operation == "assign_add":
@@ -141,8 +136,8 @@ def test_a_request_that_waits_for_a_thread_ends_at_its_deadline(services, monkey
             assert free.wait(LIMIT)
         return act(operation, thing, arrays, options)
 
-    monkeypatch.setattr(serving, "act", slow)
-    monkeypatch.setattr(serving.pool, "UPDATES", pool.Pool("one", lambda: 1))
+    monkeypatch.setattr(request_handler, "act", slow)
+    monkeypatch.setattr(request_handler.pool, "UPDATES", pool.Pool("one", lambda: 1))
     big = np.ones(1 << 18)
     v = shared_variable(big, service=services[1], shared_name="v")
     threads = [threading.Thread(target=v.assign_add, args=(big,))]
@@ -165,13 +160,13 @@ def test_a_task_that_does_not_say_whether_it_succeeded(services, monkeypatch):
 
 
 def test_memory_of_messages_is_let_go_of(services, monkeypatch):
-    seen, act = [], actions.execute
+    seen, act = [], server_ops.execute
 
     def note(operation, thing, arrays, options):
         seen.extend(weakref.ref(array) for array in arrays)
         return act(operation, thing, arrays, options)
 
-    monkeypatch.setattr(serving, "act", note)
+    monkeypatch.setattr(request_handler, "act", note)
     big = np.ones(1 << 18)
     v = shared_variable(big, service=services[1], shared_name="v", optimizer=strategies.SGD(1.0))
     gc.disable()
@@ -188,15 +183,15 @@ def test_memory_of_messages_is_let_go_of(services, monkeypatch):
 
 def test_a_fault_is_an_error_for_the_caller_and_not_the_end(services, monkeypatch):
     v = shared_variable(0.0, service=services[1], shared_name="v")
-    act = actions.execute
+    act = server_ops.execute
 
     def broken(operation, thing, arrays, options):
         raise KeyError("of a test")
 
-    monkeypatch.setattr(serving, "act", broken)
+    monkeypatch.setattr(request_handler, "act", broken)
     with pytest.raises(InternalError, match="KeyError"):
         v.read()
-    monkeypatch.setattr(serving, "act", act)
+    monkeypatch.setattr(request_handler, "act", act)
     assert v.read().value == 0
 
 

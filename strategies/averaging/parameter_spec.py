@@ -1,0 +1,55 @@
+"""One parameter, as ranks compare it and as buckets have a place for it."""
+
+from __future__ import annotations
+
+from typing import Any, NamedTuple
+
+from strategies.averaging import consistency
+from strategies.averaging.consistency import Fingerprint
+from strategies.core import array_ops
+
+__all__ = ["ParameterSpec", "ParameterKey"]
+
+ParameterKey = tuple[str, tuple[int, ...], str, tuple[int, ...] | None]
+
+
+class ParameterSpec(NamedTuple):
+    """One parameter.
+
+    Attributes:
+        name: for errors.
+        shape: as of the parameter.
+        dtype: name of its dtype.
+        strides: in elements, if it is a tensor of PyTorch that is not contiguous, else None; its
+            gradient has the same strides.
+        like: an array of its kind.
+    """
+
+    name: str
+    shape: tuple[int, ...]
+    dtype: str
+    strides: tuple[int, ...] | None
+    like: Any
+
+    @classmethod
+    def of(cls, name: str, array: Any) -> ParameterSpec:
+        """Return the leaf of a parameter that is this array."""
+        strides = None
+        if hasattr(array, "is_contiguous") and not array.is_contiguous():
+            strides = tuple(array.stride())
+        return cls(name, tuple(array.shape), array_ops.dtype_name(array), strides, array)
+
+    @property
+    def key(self) -> ParameterKey:
+        """Name, shape, dtype and strides, which must be equal on all ranks."""
+        return self[:4]
+
+    def __str__(self) -> str:
+        strides = "" if self.strides is None else f" with strides {self.strides}"
+        return f"{self.name}: {self.dtype} of shape {self.shape}{strides}"
+
+    def fingerprint(self, compared: bool) -> Fingerprint:
+        """Say what it is, and what it holds if that is compared, too."""
+        return Fingerprint(
+            "parameter", str(self), consistency.checksum(self.like) if compared else ""
+        )

@@ -1,0 +1,265 @@
+"""Carry out calls that all ranks are ready for, in one order.
+
+All-reductions of one op are made together, by one call for many arrays. What a rank has that has
+joined (`hvd.join`) changes no result: zeros for a sum, the largest number for a minimum, no rows.
+"""
+
+from __future__ import annotations
+
+import operator
+from collections.abc import Sequence
+from typing import Any, NamedTuple
+
+import numpy as np
+
+import collectives as cc
+from strategies.core import array_ops
+from strategies.horovod.controller.request_signature import RequestKey, RequestSignature
+
+__all__ = ["WITHOUT_JOINED", "PendingRequest", "Response", "execute"]
+
+OPS: dict[str, Any] = {op.value: op for op in (cc.MEAN, cc.SUM, cc.MIN, cc.MAX, cc.PRODUCT)}
+
+WITHOUT_JOINED = ("alltoall", "reducescatter")
+"""Operations whose rows would be lost on a rank that has joined."""
+
+
+class PendingRequest:
+    """A call of this rank, and what became of it.
+
+    Attributes:
+        key: by what it is found on the other ranks.
+        description: what it means.
+        arrays: what this rank brings.
+        targets: where results go; new arrays where there are none.
+        splits: of an all-to-all.
+        since: when it was made, of `time.monotonic`.
+        warned: whether a warning has named it.
+        done: whether there is a result, or an error.
+        results: one for each array.
+        error: why there are none.
+    """
+
+    __slots__ = (
+        "arrays", "description", "done", "error", "key", "results", "since", "splits", "targets",
+        "warned",
+    )  # fmt: skip
+
+    def __init__(
+        self,
+        key: RequestKey,
+        description: RequestSignature,
+        arrays: Sequence[Any] = (),
+        targets: Sequence[Any] | None = None,
+        splits: Sequence[int] | None = None,
+    ) -> None:
+        self.key, self.description = key, description
+        self.arrays, self.targets, self.splits = arrays, targets, splits
+        self.since = 0.0
+        self.warned = self.done = False
+        self.results: Sequence[Any] = ()
+        self.error: Exception | None = None
+
+    def succeed(self, results: Sequence[Any]) -> None:
+        """Hand over results, in their targets if there are some."""
+        if self.targets is not None:
+            for target, result in zip(self.targets, results, strict=True):
+                if target is not result:
+                    _copy(result, target)
+            results = self.targets
+        self.arrays = ()
+        self.results = results
+        self.done = True
+
+    def fail(self, error: Exception) -> None:
+        """Hand over an error."""
+        self.arrays = ()
+        self.error = error
+        self.done = True
+
+
+class Response(NamedTuple):
+    """A call that all ranks are ready for.
+
+    Attributes:
+        description: what it means.
+        pending: of this rank; None if it has joined.
+        comm: the ranks.
+        absent: how many of these have joined.
+    """
+
+    description: RequestSignature
+    pending: PendingRequest | None
+    comm: cc.Communicator
+    absent: int
+
+    def arrays(self) -> Sequence[Any]:
+        """What this rank brings."""
+        if self.pending is not None:
+            return self.pending.arrays
+        what = self.description
+        if what.operation == "allreduce":
+            return [_identity_element(dtype, shape, what.op) for dtype, shape in what.arrays]
+        if what.operation == "allgather":
+            return [np.empty((0, *row), np.dtype(dtype)) for dtype, row in what.arrays]
+        return [np.empty(shape, np.dtype(dtype)) for dtype, shape in what.arrays]
+
+
+def execute(works: Sequence[Response]) -> None:
+    """Carry out calls, all-reductions first; *collective*, the same calls on all ranks.
+
+    Raises:
+        CollectiveError: other than `MismatchError`: the ranks are not in step any more.
+    """
+    together: dict[Any, list[Response]] = {}
+    alone = []
+    for work in works:
+        if work.description.operation == "allreduce":
+            together.setdefault(_op(work.description), []).append(work)
+        else:
+            alone.append(work)
+    for op, group in together.items():
+        _attempt(group, lambda group=group, op=op: _reduce(group, op))
+    for work in alone:
+        _attempt([work], lambda work=work: [_ALONE[work.description.operation](work)])
+
+
+def _attempt(works: Sequence[Response], run: Any) -> None:
+    """Hand over what a call returns, or the error that all ranks raise."""
+    try:
+        results = run()
+        for work, own in zip(works, results, strict=True):
+            if work.pending is not None:
+                work.pending.succeed(own)
+    except (cc.MismatchError, TypeError, ValueError) as error:
+        for work in works:
+            if work.pending is not None and not work.pending.done:
+                work.pending.fail(error)
+
+
+def _reduce(works: Sequence[Response], op: Any) -> list[list[Any]]:
+    """Make all-reductions of one op together."""
+    comm = works[0].comm
+    brought = [[_summable(x, work.description) for x in work.arrays()] for work in works]
+    flat = [x for arrays in brought for x in arrays]
+    out = _targets(works, brought)
+    if len(flat) == 1:
+        made = [comm.allreduce(flat[0], op=op, out=out and out[0])]
+    else:
+        made = comm.grouped_allreduce(flat, op=op, out=out)
+    results, given = [], iter(made)
+    for work in works:
+        own = [next(given) for _ in work.description.arrays]
+        results.append([_mean(x, work, i) for i, x in enumerate(own)])
+    return results
+
+
+def _targets(works: Sequence[Response], brought: Sequence[Sequence[Any]]) -> list[Any] | None:
+    """Return where results go, if all of them go to arrays that are there."""
+    targets: list[Any] = []
+    for work, own in zip(works, brought, strict=True):
+        pending = work.pending
+        if (
+            pending is None
+            or pending.targets is None
+            or any(map(operator.is_not, own, pending.arrays))
+        ):
+            return None
+        targets += pending.targets
+    return targets
+
+
+def _reducescatter(work: Response) -> list[Any]:
+    op = _op(work.description)
+    return [
+        _mean(work.comm.reduce_scatter(_summable(x, work.description), op=op), work, i)
+        for i, x in enumerate(work.arrays())
+    ]
+
+
+def _allgather(work: Response) -> list[Any]:
+    return [work.comm.allgather(x) for x in work.arrays()]
+
+
+def _broadcast(work: Response) -> list[Any]:
+    targets = None if work.pending is None else work.pending.targets
+    return [
+        work.comm.broadcast(x, work.description.root, out=None if targets is None else targets[i])
+        for i, x in enumerate(work.arrays())
+    ]
+
+
+def _alltoall(work: Response) -> list[Any]:
+    assert work.pending is not None
+    assert work.pending.splits is not None
+    splits = np.array(work.pending.splits, np.int64)
+    received = work.comm.alltoall(splits)
+    return [work.comm.alltoall(work.arrays()[0], splits=work.pending.splits), received]
+
+
+def _barrier(work: Response) -> list[Any]:
+    work.comm.barrier()
+    return []
+
+
+_ALONE: dict[str, Any] = {
+    "allgather": _allgather,
+    "alltoall": _alltoall,
+    "barrier": _barrier,
+    "broadcast": _broadcast,
+    "reducescatter": _reducescatter,
+}
+
+
+def _op(description: RequestSignature) -> Any:
+    """How arrays are combined: integers are added, and divided then."""
+    whole = any(_is_integer(dtype) for dtype, _ in description.arrays)
+    return cc.SUM if whole and description.op == "MEAN" else OPS[description.op]
+
+
+def _is_integer(dtype: str) -> bool:
+    return "int" in dtype
+
+
+def _summable(x: Any, description: RequestSignature) -> Any:
+    """Widen integers of which a mean is asked for, so that their sum fits."""
+    if description.op != "MEAN" or not _is_integer(array_ops.dtype_name(x)):
+        return x
+    host = array_ops.host(x)
+    whole = np.asarray(x.cpu() if host is None else host)
+    return whole if whole.dtype.itemsize == 8 else whole.astype(np.int64)
+
+
+def _mean(result: Any, work: Response, index: int) -> Any:
+    """Make of a reduction the mean over the ranks that have not joined, if that is asked for."""
+    if work.description.op != "MEAN":
+        return result
+    dtype = work.description.arrays[index][0]
+    present = work.comm.size - work.absent
+    if _is_integer(dtype):
+        rounded = np.sign(result) * (np.abs(result) // present)  # towards zero
+        own = work.arrays()[index]
+        return array_ops.on_same_device(own, np.asarray(rounded, dtype))
+    return result if not work.absent else result * (work.comm.size / present)
+
+
+def _identity_element(dtype: str, shape: tuple[int, ...], op: str) -> Any:
+    """Return an array that changes no reduction."""
+    kind = np.dtype(dtype)
+    if op in ("MEAN", "SUM"):
+        return np.zeros(shape, kind)
+    if op == "PRODUCT":
+        return np.ones(shape, kind)
+    if kind.kind == "b":
+        return np.full(shape, op == "MIN", kind)
+    if _is_integer(dtype):
+        limits = np.iinfo(kind)
+        return np.full(shape, limits.max if op == "MIN" else limits.min, kind)
+    return np.full(shape, np.inf if op == "MIN" else -np.inf).astype(kind)
+
+
+def _copy(result: Any, target: Any) -> None:
+    if hasattr(target, "copy_"):
+        target.detach().copy_(result)
+    else:
+        target[...] = result

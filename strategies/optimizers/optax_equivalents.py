@@ -1,0 +1,186 @@
+"""Which transformations of Optax take the steps of which optimizers here.
+
+| of Optax | here | only with |
+| --- | --- | --- |
+| sgd | `SGD`, `Momentum` | |
+| adam | `Adam` | no eps_root, mu_dtype, nesterov |
+| adamw | `AdamW` | the same, a constant weight_decay, no mask |
+| rmsprop | `RMSProp` | initial_scale 0, no nesterov, bias_correction |
+| adagrad | `Adagrad` | |
+
+A transformation is a pair of functions that says nothing about itself. What it is made of is read
+from what these functions have kept; and a few steps with numbers are compared, so that a wrong
+answer, also about a later version of Optax, is an error and never a wrong step.
+"""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Iterator, Mapping
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from strategies.optimizers.adaptive import Adagrad, Adam, AdamW, RMSProp
+from strategies.optimizers.base import LearningRate, Optimizer
+from strategies.optimizers.sgd import SGD, Momentum
+
+__all__ = ["equivalent"]
+
+Kept = Mapping[str, Any]
+"""Name -> value, of what a function of Optax was made with."""
+
+_STEPS = 4  # that are compared: with fewer, momentum or a correction of biases might not show
+
+
+def equivalent(transformation: Any) -> Optimizer:
+    """Return the optimizer that takes the same steps as a transformation of Optax.
+
+    Raises:
+        ValueError: there is none.
+    """
+    found = _links(transformation.update, transformation.init)
+    links = [(name, kept) for name, kept in found if name != "identity"]
+    make = _TABLE.get(tuple(name for name, _ in links))
+    if make is None:
+        raise _refusal(f"got {' '.join(name for name, _ in links) or 'no steps'}")
+    try:
+        made = make(*[kept for _, kept in links])
+    except (KeyError, TypeError, ValueError) as error:
+        raise _refusal(f"got other settings: {error}") from error
+    _compare(transformation, made)
+    return made
+
+
+def _refusal(got: str) -> ValueError:
+    return ValueError(
+        "DistributedOptimizer: with strategy= the steps are made by optimizers of this package, "
+        "expected optax.sgd, adam, adamw, rmsprop or adagrad, without what changes gradients or "
+        f"updates beside them, {got}"
+    )
+
+
+def _links(update: Any, init: Any) -> Iterator[tuple[str, Kept]]:
+    """Yield the names of the functions that a chain was made by, and what each has kept."""
+    kept = inspect.getclosurevars(inspect.unwrap(update)).nonlocals
+    of_init = inspect.getclosurevars(inspect.unwrap(init)).nonlocals
+    name = update.__qualname__.split(".")[0]
+    if name == "chain":
+        for pair in zip(kept["update_fns"], of_init["init_fns"], strict=True):
+            yield from _links(*pair)
+    elif name == "with_extra_args_support":
+        yield from _links(kept["tx"].update, kept["tx"].init)
+    else:
+        yield name, {**of_init, **kept}
+
+
+def _sgd(scale: Kept) -> Optimizer:
+    return SGD(_rate(scale))
+
+
+def _momentum(trace: Kept, scale: Kept) -> Optimizer:
+    _only(trace, accumulator_dtype=None)
+    return Momentum(_rate(scale), float(trace["decay"]), nesterov=bool(trace["nesterov"]))
+
+
+def _adam(moments: Kept, scale: Kept) -> Optimizer:
+    return Adam(_rate(scale), **_moments(moments))
+
+
+def _adamw(moments: Kept, decay: Kept, scale: Kept) -> Optimizer:
+    return AdamW(_rate(scale), **_moments(moments), weight_decay=float(decay["weight_decay"]))
+
+
+def _moments(kept: Kept) -> dict[str, Any]:
+    _only(kept, eps_root=0, nesterov=False, mu_dtype=None)
+    return {
+        "beta1": float(kept["b1"]),
+        "beta2": float(kept["b2"]),
+        "epsilon": float(kept["eps"]),
+    }
+
+
+def _rmsprop(
+    squares: Kept, scale: Kept, trace: Kept | None = None, *, centered: bool = False
+) -> Optimizer:
+    _only(squares, bias_correction=False)
+    momentum = 0.0
+    if trace is not None:
+        _only(trace, nesterov=False, accumulator_dtype=None)
+        momentum = float(trace["decay"])
+        if "step_size" not in scale:
+            raise ValueError("the learning rate is a schedule, which comes before the momentum")
+    return RMSProp(
+        _rate(scale),
+        decay=float(squares["decay"]),
+        momentum=momentum,
+        epsilon=float(squares["eps"]),
+        epsilon_in_root=bool(squares["eps_in_sqrt"]),
+        centered=centered,
+    )
+
+
+def _adagrad(squares: Kept, scale: Kept) -> Optimizer:
+    return Adagrad(
+        _rate(scale),
+        initial_total=float(squares["initial_accumulator_value"]),
+        epsilon=float(squares["eps"]),
+        epsilon_in_root=True,
+    )
+
+
+def _only(kept: Kept, **expected: Any) -> None:
+    """Refuse settings that have no counterpart."""
+    for name, value in expected.items():
+        if name in kept and kept[name] != value:
+            raise ValueError(f"{name}={kept[name]}, expected {value}")
+
+
+def _rate(scale: Kept) -> LearningRate:
+    """Return the learning rate, a number or a function, which Optax has kept times -1."""
+    if "step_size" in scale:
+        return -float(scale["step_size"])
+    schedule: Callable[[int], Any] = scale["step_size_fn"]
+    return lambda step: -float(schedule(step))
+
+
+_TABLE: dict[tuple[str, ...], Callable[..., Optimizer]] = {
+    ("scale",): _sgd,
+    ("trace", "scale"): _momentum,
+    ("scale_by_adam", "scale"): _adam,
+    ("scale_by_adam", "add_decayed_weights", "scale"): _adamw,
+    ("scale_by_stddev", "scale"): partial(_rmsprop, centered=True),
+    ("scale_by_stddev", "scale", "trace"): partial(_rmsprop, centered=True),
+    ("scale_by_rms", "scale"): _rmsprop,
+    ("scale_by_rms", "scale", "trace"): _rmsprop,
+    ("scale_by_rss", "scale"): _adagrad,
+}
+# The same where the learning rate is a schedule.
+_TABLE |= {
+    tuple("scale_by_schedule" if name == "scale" else name for name in names): make
+    for names, make in list(_TABLE.items())
+}
+
+
+def _compare(transformation: Any, optimizer: Optimizer) -> None:
+    """Take a few steps with both.
+
+    Raises:
+        ValueError: they differ by more than rounding.
+    """
+    theirs = np.array([1.0, -2.0, 0.5], np.float32)
+    ours = theirs.copy()
+    trial = type(optimizer)(**optimizer.settings)
+    state = transformation.init(theirs)
+    for gradient in _gradients(len(theirs)):
+        updates, state = transformation.update(gradient, state, theirs)
+        theirs = theirs + np.asarray(updates)
+        trial.apply_gradients([(gradient, ours)])
+    # Some ten roundings of numbers of size 1 in each step.
+    if not np.allclose(theirs, ours, rtol=0, atol=10 * _STEPS * np.finfo(np.float32).eps):
+        raise _refusal(f"got one that steps to {theirs} where {trial!r} steps to {ours}")
+
+
+def _gradients(size: int) -> Any:
+    return np.random.default_rng(0).standard_normal((_STEPS, size)).astype(np.float32)

@@ -1,0 +1,134 @@
+"""Which optimizers of PyTorch take the steps of which ones here.
+
+| of `torch.optim` | here | only with |
+| --- | --- | --- |
+| SGD | `SGD`, `Momentum` | dampening 0 |
+| Adam, AdamW | `Adam`, `AdamW` | |
+| SparseAdam | `Adam`, whose gradients are rows | |
+| RMSprop | `RMSProp` | |
+| Adagrad | `Adagrad` | lr_decay 0 |
+
+`weight_decay` that is part of the gradient, and `maximize`, are applied where the gradient was
+computed, with the parameters that it was computed from.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Mapping
+from typing import Any, NamedTuple
+
+from strategies.core.validation import number
+from strategies.optimizers.adaptive import Adagrad, Adam, AdamW, RMSProp
+from strategies.optimizers.base import LearningRate, Optimizer
+from strategies.optimizers.sgd import SGD, Momentum
+
+__all__ = ["Equivalent", "equivalents", "rate_of"]
+
+Group = Mapping[str, Any]
+"""Parameters that PyTorch changes with the same settings, and these by name."""
+
+
+class Equivalent(NamedTuple):
+    """What stands for the settings of one group of parameters.
+
+    Attributes:
+        optimizer: takes the same steps.
+        decay: this times the parameter is added to the gradient.
+        sign: what the gradient is multiplied by before that, 1 or -1.
+    """
+
+    optimizer: Optimizer
+    decay: float
+    sign: int
+
+
+def equivalents(optimizer: Any) -> list[Equivalent]:
+    """Return what stands for each group of an optimizer of PyTorch.
+
+    The learning rate is that which the group has when a step is made, so that a scheduler counts.
+
+    Raises:
+        ValueError: no optimizer here takes the same steps.
+    """
+    kind = type(optimizer)
+    make = _TABLE.get(kind.__name__) if kind.__module__.startswith("torch.optim") else None
+    if make is None:
+        raise ValueError(
+            f"DistributedOptimizer: with strategy= the steps are made by optimizers of this "
+            f"package, expected one of torch.optim that is like one of them: "
+            f"{' '.join(sorted(_TABLE))}, got {kind.__module__}.{kind.__qualname__}"
+        )
+    return [_equivalent(kind.__name__, make, group) for group in optimizer.param_groups]
+
+
+def rate_of(group: Group) -> float:
+    """Return the learning rate that a group has now, which may be a tensor.
+
+    Raises:
+        ValueError: it is not a number >= 0.
+    """
+    return number("step", "learning rate", float(group["lr"]))
+
+
+def _equivalent(name: str, make: Callable[..., Optimizer], group: Group) -> Equivalent:
+    for setting in ("dampening", "lr_decay"):
+        if group.get(setting):
+            raise ValueError(
+                f"DistributedOptimizer: with strategy= torch.optim.{name} has no {setting}, "
+                f"expected 0, got {group[setting]}"
+            )
+    made = make(group, lambda step: rate_of(group))
+    decoupled = isinstance(made, AdamW)
+    decay = 0.0 if decoupled else float(group.get("weight_decay", 0))
+    return Equivalent(made, decay, -1 if group.get("maximize") else 1)
+
+
+def _sgd(group: Group, rate: LearningRate) -> Optimizer:
+    if not group["momentum"]:
+        return SGD(rate)
+    return Momentum(rate, float(group["momentum"]), nesterov=bool(group["nesterov"]))
+
+
+def _adam(group: Group, rate: LearningRate) -> Optimizer:
+    beta1, beta2 = map(float, group["betas"])
+    amsgrad = bool(group.get("amsgrad"))
+    if group.get("decoupled_weight_decay"):
+        return _adamw(group, rate)
+    return Adam(rate, beta1=beta1, beta2=beta2, epsilon=group["eps"], amsgrad=amsgrad)
+
+
+def _adamw(group: Group, rate: LearningRate) -> Optimizer:
+    beta1, beta2 = map(float, group["betas"])
+    return AdamW(
+        rate,
+        beta1=beta1,
+        beta2=beta2,
+        epsilon=group["eps"],
+        weight_decay=float(group["weight_decay"]),
+        amsgrad=bool(group["amsgrad"]),
+    )
+
+
+def _rmsprop(group: Group, rate: LearningRate) -> Optimizer:
+    return RMSProp(
+        rate,
+        decay=float(group["alpha"]),
+        momentum=float(group["momentum"]),
+        epsilon=group["eps"],
+        centered=bool(group["centered"]),
+    )
+
+
+def _adagrad(group: Group, rate: LearningRate) -> Optimizer:
+    initial = float(group["initial_accumulator_value"])
+    return Adagrad(rate, initial_total=initial, epsilon=group["eps"])
+
+
+_TABLE: dict[str, Callable[[Group, LearningRate], Optimizer]] = {
+    "Adagrad": _adagrad,
+    "Adam": _adam,
+    "AdamW": _adamw,
+    "RMSprop": _rmsprop,
+    "SGD": _sgd,
+    "SparseAdam": _adam,
+}

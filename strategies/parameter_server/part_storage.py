@@ -1,0 +1,205 @@
+"""The parts of variables that one ps holds: updated, read, and what workers lack of them.
+
+All calls come from one thread, the shard's, so that nobody sees half of an update. Inside an
+update, large variables are changed at the same time, by several threads.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Callable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import numpy as np
+import numpy.typing as npt
+
+from strategies.core import gradient_sums
+from strategies.core.array_ops import COMPUTE, dtype_name
+from strategies.core.sparse import Gradient, Rows, checked_rows
+from strategies.errors import InvalidArgumentError
+from strategies.optimizers import Optimizer
+from strategies.parameter_server import state_io
+from strategies.parameter_server.dirty_rows import DirtyRows
+from strategies.parameter_server.state_io import ServerState
+from strategies.variables.server_ops import rounded, widened
+from strategies.variables.stored_variable import StoredVariable
+
+__all__ = ["PartStorage"]
+
+Array = npt.NDArray[Any]
+
+# Bytes of gradients from which an update is worth several threads: handing out the work takes some
+# 0.1 ms, in which one thread changes about this much.
+_WORTH_THREADS = 1 << 20
+_MOST_THREADS = min(4, os.cpu_count() or 1)  # more do not make memory faster
+
+
+class PartStorage:
+    """What one ps holds, by number, in the order in which all tasks have made them.
+
+    Args:
+        name: of the threads.
+    """
+
+    def __init__(self, name: str) -> None:
+        self._parts: list[StoredVariable] = []
+        self._changes: dict[int, DirtyRows] = {}  # number of a part of which workers have copies
+        self._threads = ThreadPoolExecutor(_MOST_THREADS, thread_name_prefix=f"{name}-update")
+
+    def add(
+        self,
+        name: str,
+        value: Array | Callable[[], Array],
+        optimizer: Optimizer | None,
+        *,
+        resident: bool,
+    ) -> None:
+        """Add one; see `Shard.add`."""
+        part = StoredVariable(name)
+        part.initialize(value, optimizer)
+        # Others are never updated, only assigned.
+        if part.optimizer is not None and dtype_name(part.locked) in COMPUTE:
+            part.optimizer.prepare([part.named()])
+        if resident:
+            self._changes[len(self._parts)] = DirtyRows(part.locked.shape)
+        self._parts.append(part)
+
+    def gradients(
+        self, told: Mapping[str, Any], values: Sequence[Array]
+    ) -> tuple[dict[int, Gradient], dict[int, float]]:
+        """Look at all gradients of a push before the first part is changed.
+
+        Returns:
+            Number of a part -> its gradient, and its learning rate, where the worker says which.
+
+        Raises:
+            InvalidArgumentError: a part is given twice.
+            ValueError: a gradient does not fit.
+        """
+        arrays = iter(values)
+        given: dict[int, Gradient] = {}
+        rates: dict[int, float] = {}
+        for number, sparse, rate in told["parts"]:
+            part = self._parts[number]
+            if number in given:
+                raise InvalidArgumentError(f"push: a part is given twice (variable: {part.name})")
+            indices = next(arrays) if sparse else None
+            array = widened(next(arrays), told, part.held.dtype)
+            gradient = array if indices is None else Rows(indices, array)
+            given[number] = gradient
+            if rate is not None:
+                rates[number] = rate
+            where = f"variable: {part.name}"
+            checked_rows(gradient, part.held.shape, dtype_name(part.held), "push", where)
+        return given, rates
+
+    def means(self, pushes: Sequence[tuple[Mapping[int, Gradient], float]]) -> dict[int, Gradient]:
+        """Return the mean gradient of each part that has one; a missing one counts as zero.
+
+        Args:
+            pushes: gradients by number, and their weight.
+        """
+        columns: dict[int, list[tuple[Gradient, float]]] = {}
+        total = sum(weight for _, weight in pushes)
+        for gradients, weight in pushes:
+            for i, gradient in gradients.items():
+                columns.setdefault(i, []).append((gradient, weight / total))
+        dtypes = {i: dtype_name(self._parts[i].locked) for i in columns}
+        return {i: gradient_sums.mean(column, 1, dtypes[i]) for i, column in columns.items()}
+
+    def update(
+        self,
+        given: Mapping[int, Gradient],
+        rates: Mapping[int, float],
+        factor: float,
+        version: int,
+    ) -> None:
+        """Change parts by their gradients, at the same time where that is worth it.
+
+        Args:
+            given: number of a part -> gradient.
+            rates: number of a part -> learning rate, where it is not that of the optimizer.
+            factor: by which learning rates are multiplied.
+            version: which this update makes.
+        """
+        for number in given.keys() & self._changes.keys():  # first, in case that a step fails
+            self._note(number, given[number], version)
+
+        def step(number: int) -> None:
+            self._parts[number].step(given[number], factor, rates.get(number))
+
+        sizes = [g.values.nbytes if isinstance(g, Rows) else g.nbytes for g in given.values()]
+        side_by_side = len(sizes) > 1 and sum(sizes) >= _WORTH_THREADS
+        list((self._threads.map if side_by_side else map)(step, given))
+
+    def _note(self, number: int, gradient: Gradient, version: int) -> None:
+        """Remember what an update changes."""
+        if isinstance(gradient, Rows):
+            self._changes[number].rows(version, np.unique(gradient.indices))
+        else:
+            self._changes[number].all(version)
+
+    def updates_since(self, version: int, packed: str | None) -> tuple[list[Array], list[int]]:
+        """Return what copies of a version lack, and in how many arrays that of each part is.
+
+        Of each part of which workers have copies that is nothing, the whole, or indices and rows.
+
+        Args:
+            version: of the copies.
+            packed: the 16-bit dtype that values are rounded to, or None.
+        """
+        values: list[Array] = []
+        counts = []
+        for number, changes in self._changes.items():
+            part, rows = self._parts[number], changes.since(version)
+            own = [rounded(part.view(), packed)] if rows is None else []
+            if rows is not None and len(rows):
+                own = [rows, rounded(part.locked[rows], packed)]
+            values += own
+            counts.append(len(own))
+        return values, counts
+
+    def rows(self, number: int, indices: Array, packed: str | None) -> Array:
+        """Return some rows of a part."""
+        return rounded(self._parts[number].locked[indices], packed)
+
+    def assign(self, number: int, value: Array, version: int) -> None:
+        """Let a part take another value, while this is the version.
+
+        Raises:
+            InvalidArgumentError: it does not fit.
+        """
+        part = self._parts[number]
+        if (value.shape, value.dtype) != (part.locked.shape, part.locked.dtype):
+            raise InvalidArgumentError(
+                f"assign: the value does not fit, expected {part.locked.dtype} of shape "
+                f"{part.locked.shape}, got {value.dtype} of shape {value.shape} (variable: "
+                f"{part.name})"
+            )
+        part.writable(keep=False)[...] = value
+        if number in self._changes:
+            self._changes[number].all(version + 1)  # since copies of this version lack it, too
+
+    def states(self) -> dict[str, ServerState]:
+        """Return name of a part -> all that a checkpoint keeps of it, as views, in order."""
+        return {part.name: state_io.state_of(part) for part in self._parts}
+
+    def load(self, states: Mapping[str, ServerState], version: int) -> None:
+        """Go on from what `states` has returned, while this is the version.
+
+        Raises:
+            ValueError: it belongs to another optimizer.
+        """
+        for part in self._parts:
+            state_io.load(part, states[part.name])
+        for changes in self._changes.values():
+            changes.all(version + 1)
+
+    def names(self) -> list[str]:
+        """Return the names of the parts, in order."""
+        return [part.name for part in self._parts]
+
+    def close(self) -> None:
+        """End the threads."""
+        self._threads.shutdown(wait=False)

@@ -1,0 +1,103 @@
+"""First values that an initializer makes, of a variable in parts: each part where it will live.
+
+An initializer that another task can import, such as those of `initializers`, is called there: only
+its name travels. Any other one is called by the task that makes the variable, part by part.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping
+from dataclasses import dataclass
+from functools import partial
+from typing import Any
+
+import numpy as np
+
+from strategies.rpc.function_names import function_named, name_of
+from strategies.rpc.wire import Array, dtype_named
+from strategies.variables import partition
+from strategies.variables.array_input import take_ownership, to_host
+from strategies.variables.initializers import Initializer
+
+__all__ = ["PartInitializer", "part_from_dict"]
+
+# Of a part along another axis than the first, whole rows are made, so many at a time.
+_BLOCK_BYTES = 4 << 20
+
+
+@dataclass(frozen=True)
+class PartInitializer:
+    """What lies from `low` to `high` along an axis, of a variable that an initializer makes.
+
+    Attributes:
+        initializer: (first row, last row, shape, dtype) -> rows of the whole.
+        shape: of the whole, at least one axis.
+        dtype: of the whole.
+        axis: along which it is cut.
+        low: where the part begins.
+        high: where it ends.
+        name: of the whole.
+    """
+
+    initializer: Initializer
+    shape: tuple[int, ...]
+    dtype: np.dtype[Any]
+    axis: int
+    low: int
+    high: int
+    name: str
+
+    def __call__(self) -> Array:
+        """Return the part, in memory that nobody else has.
+
+        Raises:
+            InvalidArgumentError: the initializer makes other rows than these.
+            TypeError: it makes no array of numbers, or one on a device.
+        """
+        if self.axis == 0:
+            return take_ownership(lambda: self._rows(self.low, self.high), self.dtype)
+        sizes = [n for axis, n in enumerate(self.shape) if axis != self.axis]
+        sizes.insert(self.axis, self.high - self.low)
+        found = np.empty(sizes, self.dtype)
+        of_part = (slice(None),) * self.axis + (slice(self.low, self.high),)
+        row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
+        block = max(1, _BLOCK_BYTES // max(1, row_bytes))
+        for first in range(0, self.shape[0], block):
+            last = min(first + block, self.shape[0])
+            found[first:last] = self._rows(first, last)[of_part]
+        return found
+
+    def _rows(self, first: int, last: int) -> Array:
+        operation = "shared_partitioned_variable"
+        made = self.initializer(first, last, self.shape, self.dtype)
+        rows = to_host(made, operation, self.name)
+        partition.check_shape(operation, rows, (last - first, *self.shape[1:]), self.name)
+        return rows
+
+    def to_dict(self) -> dict[str, Any] | None:
+        """Return what another task makes the part by; None if it cannot import the initializer."""
+        function: Any = self.initializer
+        given: tuple[Any, ...] = ()
+        if isinstance(function, partial) and not function.keywords:
+            function, given = function.func, function.args
+        if not all(isinstance(value, (bool, int, float, str)) for value in given):
+            return None
+        try:
+            name = name_of(function, "shared_partitioned_variable")
+        except ValueError:
+            return None
+        facts = {**vars(self), "shape": list(self.shape), "dtype": self.dtype.name}
+        return {**facts, "initializer": name, "given": list(given)}
+
+
+def part_from_dict(words: Mapping[str, Any]) -> PartInitializer:
+    """Undo `MadePart.as_words`.
+
+    Raises:
+        NotFoundError: the initializer cannot be imported here.
+    """
+    facts = dict(words)
+    initializer = partial(function_named(facts["initializer"]), *facts.pop("given"))
+    shape, dtype = tuple(facts["shape"]), dtype_named(facts["dtype"])
+    return PartInitializer(**{**facts, "initializer": initializer, "shape": shape, "dtype": dtype})
