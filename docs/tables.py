@@ -1,0 +1,125 @@
+"""What pages and docstrings list of the code: rooms, modules and algorithms.
+
+python docs/tables.py    writes the tables of docs/architecture.md and docs/operations.md, and the
+                         names of algorithms in the docstrings of operations
+"""
+
+from __future__ import annotations
+
+import ast
+import re
+import textwrap
+from collections.abc import Iterable, Iterator
+from pathlib import Path
+
+ROOT = Path(__file__).resolve().parent.parent
+BEGIN = "<!-- by docs/tables.py: -->\n"
+END = "<!-- end -->\n"
+
+
+def floors(package: str) -> list[set[str]]:
+    """Return the rooms of each floor, which tests/test_floors.py lists."""
+    for node in ast.parse((ROOT / "tests" / "test_floors.py").read_text()).body:
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS":
+            found: dict[str, list[set[str]]] = ast.literal_eval(node.value)
+            return found[package]
+    raise LookupError("tests/test_floors.py has no FLOORS")
+
+
+def purpose(file: Path) -> str:
+    """Return the first sentence of a module's docstring."""
+    docstring = ast.get_docstring(ast.parse(file.read_text())) or ""
+    sentence = re.split(r"(?<=[.?!])\s", " ".join(docstring.partition("\n\n")[0].split()))[0]
+    return sentence.removesuffix(".").replace("|", r"\|")
+
+
+def tables(package: str) -> Iterator[str]:
+    """Give the lines of a package's section."""
+    yield from (
+        f"## {package}\n",
+        "\n",
+        "| floor | room | what it is for |\n",
+        "| --- | --- | --- |\n",
+    )
+    folders = []
+    for number, rooms in enumerate(floors(package)):
+        for room in sorted(rooms - {"__init__", "__main__"}):
+            folder = ROOT / package / room
+            if folder.is_dir():
+                folders.append(folder)
+                yield f"| {number} | `{room}/` | {purpose(folder / '__init__.py')} |\n"
+            else:
+                yield f"| {number} | `{room}.py` | {purpose(folder.with_suffix('.py'))} |\n"
+    for folder in folders:
+        yield from ("\n", f"### {package}/{folder.name}\n", "\n")
+        yield from ("| module | what it is for |\n", "| --- | --- |\n")
+        for file in sorted(folder.rglob("*.py")):
+            if file.name != "__init__.py":
+                yield f"| `{file.relative_to(ROOT / package)}` | {purpose(file)} |\n"
+    yield "\n"
+
+
+def algorithms() -> dict[str, list[str]]:
+    """Return the names of the algorithms of each operation, in the order of the code."""
+    text = (ROOT / "collectives" / "algorithms" / "selection.py").read_text()
+    for node in ast.parse(text).body:
+        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ALGORITHMS":
+            assert isinstance(node.value, ast.Dict)
+            return {
+                ast.literal_eval(operation): ["auto", "node", *map(ast.literal_eval, names.keys)]
+                for operation, names in zip(node.value.keys, node.value.values, strict=True)
+            }
+    raise LookupError("selection.py has no ALGORITHMS")
+
+
+def algorithm_table() -> Iterator[str]:
+    """Give the lines of the table of docs/operations.md."""
+    found = algorithms()
+    names = list(dict.fromkeys(name for row in found.values() for name in row))
+    names.append(names.pop(names.index("native")))
+    yield "| operation | " + " | ".join(f"`{name}`" for name in names) + " |\n"
+    yield "| --- |" + " --- |" * len(names) + "\n"
+    for operation, row in found.items():
+        marks = " | ".join("x" if name in row else "" for name in names)
+        yield re.sub(" +", " ", f"| `{operation}` | {marks} |\n")
+
+
+def docstring(text: str, names: dict[str, list[str]]) -> str:
+    """Return the text of a module whose operations list the algorithms of today."""
+    for operation, row in names.items():
+        quoted = [f'"{name}"' for name in row]
+        listed = f"{', '.join(quoted[:-1])} or {quoted[-1]}"
+        for title, indent in (("algorithm: ", 8), ("Algorithms: ", 4)):
+            head = rf"(\ndef {operation}\((?:(?!\ndef ).)*?\n {{{indent}}})"
+            more = " " * (12 if indent == 8 else 4)
+            wrapped = textwrap.fill(title + listed, 99 - indent, subsequent_indent=more)
+            pattern = rf'{head}{title}"auto"[^;.]*([;.])'
+            text = re.sub(pattern, lambda m, new=wrapped: m[1] + new + m[2], text, flags=re.DOTALL)
+    return text
+
+
+def between(page: Path, lines: Iterable[str]) -> str:
+    """Return a page with these lines between its marks."""
+    before, _, rest = page.read_text().partition(BEGIN)
+    _, _, after = rest.partition(END)
+    return before + BEGIN + "\n" + "".join(lines) + END + after
+
+
+def texts() -> dict[Path, str]:
+    """Return the texts of all files with something generated, as they should be."""
+    packages = [line for package in ("collectives", "strategies") for line in tables(package)]
+    table, names = [*algorithm_table(), "\n"], algorithms()
+    architecture, operations = ROOT / "docs" / "architecture.md", ROOT / "docs" / "operations.md"
+    found = {
+        architecture: between(architecture, packages),
+        operations: between(operations, table),
+    }
+    for file in sorted((ROOT / "collectives" / "operations").glob("*.py")):
+        found[file] = docstring(file.read_text(), names)
+    return found
+
+
+if __name__ == "__main__":
+    for path, wanted in texts().items():
+        if path.read_text() != wanted:
+            path.write_text(wanted)
