@@ -1,9 +1,10 @@
 """How long anybody waits for other ranks, what it does meanwhile, and what it says in the end.
 
 All waits go the same way. First polls without a pause, for the time in which an answer to a small
-message comes (`POLLS`; the compiled rounds of a node have counts of their own). Then a `Wait`: for
-some milliseconds the core is given away after each poll, then there are naps, which grow with the
-time waited so far, and some looks a second at whether the others are alive. A `Deadline` ends it.
+message comes (`POLLS`; the compiled rounds of a node have counts of their own). Then a `Backoff`:
+for some milliseconds the core is given away after each poll, then there are naps, which grow with
+the time waited so far, and some looks a second at whether the others are alive. A `Deadline` ends
+it.
 """
 
 from __future__ import annotations
@@ -145,7 +146,7 @@ class WaitListener(Protocol):
     def exchanged(self, began: int) -> None:
         """Note the same of an exchange among all ranks."""
 
-    def chose(self, algorithm: str) -> None:
+    def algorithm_chosen(self, algorithm: str) -> None:
         """Note by which algorithm the call goes."""
 
 
@@ -189,6 +190,10 @@ class RankSet:
             return self.name([numbers.index(rank) for rank in world_ranks])
         return f"world {describe_ranks(world_ranks)}"
 
+    def compiling(self) -> str:
+        """Say which ranks on other nodes compile: "rank 1 has compiled loops for 12 s"."""
+        return ""
+
     @property
     def where(self) -> str:
         """This rank, as the last words of an error: "rank 1 (world rank 3) of 2"."""
@@ -203,7 +208,7 @@ def describe_ranks(ranks: Sequence[int], world: Sequence[int] | None = None) -> 
         world: of each rank of the group its number in the world; None if that is the same.
 
     Example:
-        >>> named([1]), named([0, 1], [2, 3])
+        >>> describe_ranks([1]), describe_ranks([0, 1], [2, 3])
         ('rank 1', 'ranks 0 1 (world ranks 2 3)')
     """
     own = _list("rank", ranks)
@@ -270,7 +275,7 @@ class Deadline:
         Args:
             ranks: the group that waits, as errors name it.
             pending: what it waits for.
-            culprit: names the rank that all wait for, as `Transport.culprit`.
+            culprit: names the rank that all wait for, as `Transport.blocking_rank`.
 
         Raises:
             CollectiveError: this thread is told to stop.
@@ -280,7 +285,7 @@ class Deadline:
         waited = self.waited
         if waited > self._warn_after:  # first: a process that slept past both still leaves its line
             self._warn_after = float("inf")
-            missing = self._missing(pending, culprit)
+            missing = self._missing(ranks, pending, culprit)
             if ranks.world is not None:
                 missing += f" ({ranks.where})"
             who = f"[{ranks.rank}/{ranks.size}]"
@@ -288,17 +293,18 @@ class Deadline:
         if waited > self.limit:
             raise CollectiveTimeout(
                 f"{self.operation}: no answer within {self.limit:g} s, still waiting for "
-                f"{self._missing(pending, culprit)} ({ranks.where})"
+                f"{self._missing(ranks, pending, culprit)} ({ranks.where})"
             )
 
     def _missing(
         self,
+        ranks: RankSet,
         pending: Sequence[PendingMessage],
         culprit: Callable[[Sequence[PendingMessage]], str | None],
     ) -> str:
         found = culprit(pending)
         due = found or ", ".join(dict.fromkeys(m.describe() for m in pending))
-        known = self._whereabouts()
+        known = self._whereabouts() or ranks.compiling()
         if self.first_call:
             if not known and found:  # "rank 3, for which rank 0 waits, too"
                 known = f"{found.partition(',')[0]} has called nothing yet"

@@ -8,7 +8,8 @@ until it has something to tell:
                               fails, tells who asked
     fails
 
-A rank that computes tells nothing. One that waits itself says for whom, so that a rank whose time
+A rank that computes tells nothing. While it compiles, a thread of its own says so, if MPI allows
+calls from several threads. A rank that waits itself says for whom, so that a rank whose time
 is over follows the chain to the one that everybody waits for. One that fails, because another has
 ended, passes the news on. One that has ended its program stays until all have, and answers.
 
@@ -37,6 +38,7 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
+from collectives.core import compile_time
 from collectives.transport import backoff, liveness
 from collectives.transport.backoff import Backoff, RankSet
 from collectives.transport.mpi_messages import MpiEndpoint, MpiRequest
@@ -49,7 +51,9 @@ __all__ = ["MeetingState", "Departure", "FailureDetector", "current", "install",
 _ASK, _TELL, _COME, _FAIL = 1, 2, 3, 4  # tags
 _QUESTION = struct.Struct("q")  # key of the communicator; with _FAIL the exit status
 _ANSWER = struct.Struct("qqq")  # key, kind, rank of the world; a text follows
-_ENDED, _WAITS = 0, 1  # kinds: this rank has ended its program; the teller waits for this rank
+# Kinds: this rank has ended its program; the teller waits for this rank; the teller has compiled
+# for so many seconds, which stand in place of the rank.
+_ENDED, _WAITS, _COMPILES = 0, 1, 2
 _TEXT_BYTES = 200
 
 # The key of an answer that holds in all communicators, and of the meeting at the end; those of
@@ -63,6 +67,9 @@ _GRACE = 0.5
 # A rank that waits looks ten times a second: within so many seconds it has answered, and so long
 # holds what it said of itself.
 _ANSWERS_WITHIN = 0.3
+
+# Seconds between two looks of the thread that answers while this process compiles.
+_LOOK_WHILE_COMPILING = 0.1
 
 # Seconds for MPI to send the status of a failing rank: the first message between two nodes opens a
 # connection.
@@ -130,6 +137,12 @@ class FailureDetector(RankSet):
         self._end: Departure | None = None  # of this rank's program
         self._come: set[tuple[int, int]] = set()  # (rank, key) that have come to a meeting
         self._failed_ranks: set[int] = set()  # their exit status was received
+        self._compiling: dict[int, tuple[int, float]] = {}  # rank -> seconds so far, when heard
+        self._compiles_since = 0.0  # this process; 0 if it does not
+        self._answering: threading.Thread | None = None  # while this process compiles
+        self._answering_lock = threading.Lock()
+        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            compile_time.keep_noted(self)
 
     @property
     def is_mine(self) -> bool:
@@ -199,7 +212,7 @@ class FailureDetector(RankSet):
         Args:
             key: of the communicator.
             rank: who has left, by its number in the world.
-            how: as in `News`.
+            how: as in `Departure`.
         """
         if self.is_mine:
             with self._lock:
@@ -209,6 +222,39 @@ class FailureDetector(RankSet):
     def _fail(self, key: int, news: Departure) -> None:
         self._failed[key] = news
         self._tell_all(key, news)
+
+    def note_preparation(self, since: float) -> None:
+        """Answer from a thread of its own while this process compiles."""
+        if not self.is_mine:
+            return
+        with self._answering_lock:
+            self._compiles_since = since
+            if since and self._answering is None:
+                self._answering = threading.Thread(
+                    target=self._answer_while_compiling, name="answers-while-compiling", daemon=True
+                )
+                self._answering.start()
+
+    def _answer_while_compiling(self) -> None:
+        while True:
+            time.sleep(_LOOK_WHILE_COMPILING)
+            with self._answering_lock:
+                if not self._compiles_since or self._end is not None:
+                    self._answering = None
+                    return
+            with self._lock:
+                self._take()
+
+    def compile_seconds(self) -> dict[int, int]:
+        """Return for how long ranks of the world have compiled that said so a moment ago."""
+        with self._lock:
+            self._take()
+            now = time.monotonic()
+            return {
+                rank: seconds
+                for rank, (seconds, heard) in self._compiling.items()
+                if now - heard < 2 * _ANSWERS_WITHIN
+            }
 
     def wait_chain(self, key: int, peers: Sequence[int]) -> list[int]:
         """Return whom this rank waits for, whom that one waits for, and so on, as far as they say.
@@ -300,6 +346,8 @@ class FailureDetector(RankSet):
                 self._tell(source, key, _ENDED, ended.rank, ended.text)
             elif time.monotonic() - since < _ANSWERS_WITHIN:
                 self._tell(source, key, _WAITS, awaited)
+            elif compiles_since := self._compiles_since:
+                self._tell(source, key, _COMPILES, int(time.monotonic() - compiles_since))
         for source, question in self._messages(_COME):
             self._come.add((source, *_QUESTION.unpack(question)))
         for source, question in self._messages(_FAIL):
@@ -309,6 +357,8 @@ class FailureDetector(RankSet):
             key, kind, rank = _ANSWER.unpack_from(answer)
             if kind == _WAITS:
                 self._awaits[source, key] = rank
+            elif kind == _COMPILES:
+                self._compiling[source] = rank, time.monotonic()
             else:
                 key = _EVERYWHERE if source == rank else key
                 text = answer[_ANSWER.size :].decode(errors="replace")
@@ -378,7 +428,7 @@ def install(world: MPI.Comm, last_call: Callable[[], str], outlives_ranks: bool 
 
     Args:
         world: all processes.
-        last_call: as for `Whereabouts`.
+        last_call: as for `FailureDetector`.
         outlives_ranks: whether the job continues when a rank dies.
     """
     global current, _outlives_ranks, _attribute

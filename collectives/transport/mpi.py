@@ -276,6 +276,17 @@ class MpiTransport(Transport):
         waits = "waits" if len(others) == 1 else "wait"
         return f"{self._describe([last])}, for which {self._describe(others)} {waits}, too"
 
+    def compiling(self) -> str:
+        """Say which ranks compile, as far as they have told this one."""
+        if failure_detector.current is None or not self._may_call_mpi:
+            return ""
+        found = failure_detector.current.compile_seconds().items()
+        return ", ".join(
+            f"{self._describe([rank])} has compiled loops for {seconds} s"
+            for rank, seconds in found
+            if rank in self._numbers
+        )
+
     @functools.cached_property
     def _numbers(self) -> list[int]:
         """The ranks' numbers in the world."""
