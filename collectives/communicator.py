@@ -106,9 +106,8 @@ class Communicator(Group):
 
     if not TYPE_CHECKING:
 
-        def __getattr__(self, name: str) -> None:
-            """Name what an attribute that does not exist is called here: `Get_rank` is `rank`."""
-            raise suggestions.unknown("'Communicator' object", name, self)
+        def __dir__(self) -> list[str]:
+            return [name for name in super().__dir__() if name not in suggestions.FOREIGN_NAMES]
 
     def __repr__(self) -> str:
         return f"Communicator(rank={self.rank}, size={self.size}, num_nodes={self.num_nodes})"
@@ -152,7 +151,7 @@ class Communicator(Group):
     plan_buckets = plan.plan_buckets
     split = groups.split
     group = groups.create_group
-    agreed = shrink.agreed
+    agree = shrink.agree
     shrink = shrink.shrink
 
     allreduce_async = nonblocking_twin(allreduce)
@@ -253,6 +252,10 @@ class Communicator(Group):
 
     def __exit__(self, *error: object) -> None:
         self.close()
+
+
+for _name in suggestions.FOREIGN_NAMES:
+    setattr(Communicator, _name, suggestions.ForeignName(_name))
 
 
 class _OfMpi:

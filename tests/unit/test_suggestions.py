@@ -6,6 +6,7 @@ import pytest
 
 import collectives as cc
 import inprocess
+from collectives.core import suggestions
 
 OF_COMMUNICATORS = {
     "Get_rank": "rank",
@@ -41,3 +42,13 @@ def test_names_of_no_library_get_no_answer():
         cc.adasum  # noqa: B018
     assert (caught.value.name, caught.value.obj) == ("adasum", cc)
     assert not hasattr(cc, "_all_reduce")
+
+
+def test_other_names_are_neither_listed_nor_looked_up_by_a_hook():
+    def check(comm):
+        assert not hasattr(comm, "bcast")
+        assert not suggestions.FOREIGN_NAMES & set(dir(comm))
+        # With it, every look-up of an attribute of a communicator takes longer.
+        assert not any("__getattr__" in vars(kind) for kind in type(comm).__mro__)
+
+    inprocess.run_ranks(1, check)
