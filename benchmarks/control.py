@@ -11,7 +11,7 @@ for it. `init` begins here where MPI has started and every rank knows where the 
 `MPI_Allgather` of 8 bytes). A group by `split` is an all-gather of a number each, and MPI's own
 agreement about a number for it. Rows with 8 ranks on a node count what goes between nodes; inside
 of one there is shared memory. A rank that never calls is waited for until nothing is under way;
-over MPI the others then ask who is missing (`transport.whereabouts`).
+over MPI the others then ask who is missing (`transport.failure_detector`).
 
 An all-to-all of more than 256 ranks is not simulated, which would take many minutes: its row says
 what its schedule says (`topology.ring_neighbours` at every distance), beside the comparison.

@@ -33,7 +33,7 @@ from typing import NamedTuple
 import numpy as np
 
 from strategies.errors import OutOfRangeError
-from strategies.input.csv.parser import parser as decode
+from strategies.input.csv import parser as decode
 from strategies.input.readers import TextLineReader, TFRecordReader
 from strategies.input.records import TFRecordWriter
 from strategies.queues.queue_types import FIFOQueue

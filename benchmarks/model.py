@@ -12,15 +12,15 @@ by them, and then times whole calls at all `SIZES`, by "auto" and by every algor
 that other work on this machine meets all of them. The kernel lets a line that was idle pass a burst
 at once, of 16 KiB at 1 Gbit/s. Before each turn lines are idle for long enough to save that, and
 calls of small arrays are timed several at a time; that, and what lines save within a call, is
-simulated (`Cluster.burst`).
+simulated (`SimulatedCluster.burst`).
 
 Before each layout it is measured how ranks wait that share a core (`shared_host.py`, half a
 minute), and in its job, before and after every pass over the sizes, what a byte of a shaped line
 costs the cores, alone and with all ranks in each other's way, and what Python takes for each
-algorithm besides its messages (`simulation.instant`): the simulation is told the medians.
+algorithm besides its messages (`simulation.overhead`): the simulation is told the medians.
 
 All sizes are gone through `PASSES` times, and what a call takes is the median of its passes; how
-far these are apart is how well a time repeats, and no prediction can be nearer (`repeats`: the
+far these are apart is how well a time repeats, and no prediction can be nearer (`plan_cache`: the
 greatest over the least). What others use of the cores is measured in each pass. A pass in which
 that was more than `BUSY` is made once more, and the least disturbed ones count.
 
@@ -232,7 +232,7 @@ def simulate(layout: dict[str, Any]) -> None:
             name: calls.simulate_check(name, size["bytes"], cluster, python=python[name], **how)
             for name in names
         }
-        carried = size["auto"] == "letters"
+        carried = size["auto"] == "eager"
         found["auto"] = (
             calls.simulate_check(None, size["bytes"], cluster, **how)
             if carried
@@ -530,16 +530,14 @@ def said(nbytes: int, layout: RankLayout) -> dict[str, float]:
     times = selection.estimate("allreduce", nbytes, layout)
     found = {name: compared + took for name, took in times.items()}
     picked = auto(nbytes, layout)
-    found["auto"] = (
-        signature_check.seconds(nbytes, layout) if picked == "letters" else found[picked]
-    )
+    found["auto"] = signature_check.seconds(nbytes, layout) if picked == "eager" else found[picked]
     return found
 
 
 def auto(nbytes: int, layout: RankLayout) -> str:
-    """Return what "auto" does: an algorithm, or letters that carry the array."""
+    """Return what "auto" does: an algorithm, or eager messages that carry the array."""
     carried = nbytes <= signature_check.max_piggyback_bytes(layout)
-    return "letters" if carried else selection.pick("allreduce", nbytes, layout)
+    return "eager" if carried else selection.pick("allreduce", nbytes, layout)
 
 
 def row(

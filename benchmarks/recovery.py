@@ -71,12 +71,12 @@ def main() -> None:
 def measure_commits(nbytes: int, file: Path | None) -> None:
     """Commit so many bytes, and copy as many on all ranks, in turns; rank 0 prints the medians."""
     import collectives as cc
-    from strategies import training
+    from strategies import elastic
 
     comm = cc.init()
     arrays = [np.random.default_rng(i).random(nbytes // 80) for i in range(10)]
     copies = [np.empty_like(array) for array in arrays]
-    state = training.State(comm, arrays=arrays, step=0)
+    state = elastic.State(comm, arrays=arrays, step=0)
     for _ in range(3):  # both copies have memory
         state.commit()
     seconds: dict[str, list[float]] = {"memcpy": [], "commit": []}
@@ -117,13 +117,13 @@ def measure_waiting() -> None:
 def make_steps() -> None:
     """Make steps on two ranks; they print the time of one, spare ones their share of a core."""
     import collectives as cc
-    from strategies import training
+    from strategies import elastic
 
     comm = cc.init()
     rows, weights = np.random.default_rng(comm.rank).random((200, 500)), np.zeros(100_000)
-    state = training.State(comm, weights=weights, step=0)
+    state = elastic.State(comm, weights=weights, step=0)
 
-    def train(state: training.State) -> float:
+    def train(state: elastic.State) -> float:
         seconds = []
         for step in range(6000):
             began = time.perf_counter()
@@ -135,7 +135,7 @@ def make_steps() -> None:
         return float(np.median(seconds[1000:]))
 
     began, used = time.monotonic(), time.process_time()
-    median = training.run_elastic(train, state, max_ranks=2)
+    median = elastic.run_elastic(train, state, max_ranks=2)
     share = (time.process_time() - used) / (time.monotonic() - began)
     text = f"{median * 1e6:.0f} us" if median is not None else f"{share:.2%} of a core"
     print(f"rank {comm.rank}: {text}", flush=True)

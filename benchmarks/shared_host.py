@@ -10,8 +10,8 @@ where `init` has MPI give the core away in each look. In microseconds:
                 begins, and later
     polls us    the looks of a rank before it gives its core away, which nobody else wants
     trip us     between two ranks on different machines, while all others look: half of a ping-pong
-                from Python, an exchange of letters, the algorithm of an all-reduce of 8 bytes, and
-                the whole call, which has the two before
+                from Python, an exchange of eager messages, the algorithm of an all-reduce of 8
+                bytes, and the whole call, which has the two before
 
 `copying ns` is what a byte costs each program: two ranks exchange 4 MiB over lines that nothing
 shapes.
@@ -113,7 +113,7 @@ def rank_main() -> int:
     assert pair is not None
     transport, data = pair.transport, np.zeros(1)
     deadline = world.deadline("shared host")
-    letters = _Letters(pair)
+    eager_pair = _EagerPair(pair)
 
     def ping_pong() -> None:
         if pair.rank == 0:
@@ -125,14 +125,14 @@ def rank_main() -> int:
 
     cases: dict[str, tuple[Callable[[], Any], int]] = {
         "python": (ping_pong, 2),
-        "letters": (letters.exchange, 1),
+        "eager": (eager_pair.exchange, 1),
         "algorithm": (lambda: recursive_doubling.allreduce(transport, data, MAX, deadline), 1),
         "whole": (lambda: pair.allreduce(data, op=MAX, out=data, algorithm="doubling"), 1),
     }
     yields = os.environ.get("OMPI_MCA_mpi_yield_when_idle") == "1"  # noqa: SIM112
     found: dict[str, Any] = {"yields": yields}
     found["look us"] = _looks(world)
-    found["polls us"] = {"python": _polled(pair), "letters": letters.polled()}
+    found["polls us"] = {"python": _polled(pair), "eager": eager_pair.polled()}
     found["trip us"] = {
         name: 1e6 * _crowded(world, is_one, case) / trips for name, (case, trips) in cases.items()
     }
@@ -146,8 +146,8 @@ def rank_main() -> int:
     return 0
 
 
-class _Letters:
-    """An exchange of letters between two ranks."""
+class _EagerPair:
+    """An exchange of eager messages between two ranks."""
 
     def __init__(self, pair: Any) -> None:
         from collectives.algorithms import eager
@@ -156,18 +156,18 @@ class _Letters:
 
         self._pair = pair
         self._data = np.zeros(1)
-        self._letters = eager.EagerExchange(pair.transport, 8)
-        self.block = eager.EagerBlock(self._letters, np.dtype("f8"), 1, MAX, fill=True)
+        self._exchange = eager.EagerExchange(pair.transport, 8)
+        self.block = eager.EagerBlock(self._exchange, np.dtype("f8"), 1, MAX, fill=True)
         self.words = eager
         self.block.words[eager.SEND] = self.block.words[eager.OUT] = address(self._data)
 
     def start(self) -> int:
         words = self.block.words
         words[self.words.HASH], words[self.words.INVERSE] = 0, ~0
-        return self._letters.kernel(self.block.address)
+        return self._exchange.kernel(self.block.address)
 
     def exchange(self) -> None:
-        self._letters.run(self.block, self.start(), self._pair.deadline("shared host"))
+        self._exchange.run(self.block, self.start(), self._pair.deadline("shared host"))
 
     def polled(self) -> float:
         """Return the microseconds of the looks after which the core is given away."""
@@ -184,7 +184,7 @@ class _Letters:
             began = time.perf_counter()
             status = self.start()
             times.append(time.perf_counter() - began)
-            self._letters.run(self.block, status, self._pair.deadline("shared host"))
+            self._exchange.run(self.block, status, self._pair.deadline("shared host"))
         self.block.words[self.words.YIELDS] = 200
         return 1e6 * _median(times)
 
@@ -235,7 +235,7 @@ def _looks(world: Any) -> dict[str, float]:
                 message.done()
             else:
                 pending = [each for each in [message] if not each.done()]
-                deadline.check(transport, pending, transport.culprit)
+                deadline.check(transport, pending, transport.blocking_rank)
                 Backoff().pause()
         spent = time.perf_counter() - began
         transport.send(data, right, deadline)

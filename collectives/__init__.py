@@ -100,6 +100,13 @@ if not TYPE_CHECKING:
         raise suggestions.unknown(f"module {__name__!r}", name, sys.modules[__name__])
 
 
+if not TYPE_CHECKING:
+
+    def __getattr__(name: str) -> None:
+        """Name what an attribute that does not exist is called here: `cc.AVG` is `cc.MEAN`."""
+        raise suggestions.unknown(f"module {__name__!r}", name, sys.modules[__name__])
+
+
 def __dir__() -> list[str]:
     """Return what is public, without the modules that it comes from."""
     return __all__

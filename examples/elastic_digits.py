@@ -23,7 +23,9 @@ import numpy as np
 import collectives as cc
 import strategies
 from common import digits
-from strategies import training
+from strategies import elastic
+from strategies.checkpoint import Saver
+from strategies.session import Summaries, TrainingSession
 
 
 def main() -> None:
@@ -43,7 +45,7 @@ def main() -> None:
         "used": np.zeros(len(labels), int),
         "rng": np.random.default_rng(comm.rank),
     }
-    state = training.State(comm, step=0, **things)
+    state = elastic.State(comm, step=0, **things)
 
     def train_step(optimizer: strategies.DistributedOptimizer) -> dict[str, float]:
         comm = state.comm
@@ -60,23 +62,23 @@ def main() -> None:
         optimizer.apply_gradients(pairs, examples=len(mine))  # averaged over all rows
         return {"loss": loss / max(1, len(mine))}
 
-    def train(state: training.State) -> None:
+    def train(state: elastic.State) -> None:
         comm = state.comm  # a smaller one after ranks have died, as is what is made of it
         optimizer = strategies.DistributedOptimizer(things["optimizer"], comm=comm)
         with (
             strategies.CheckpointManager(options.checkpoints, comm) as manager,
-            training.TrainingSession(
-                training.Saver(manager, **things), state=state, restore=options.resume,
+            TrainingSession(
+                Saver(manager, **things), state=state, restore=options.resume,
                 commit_steps=options.commit_steps, save_steps=options.save_steps,
-                hooks=[training.Summaries(metrics=f"{options.checkpoints}.jsonl")],
+                hooks=[Summaries(metrics=f"{options.checkpoints}.jsonl")],
                 preemption=preemption,
             ) as session,
         ):  # fmt: skip
             while not session.should_stop():
                 session.run(train_step, optimizer)
 
-    with training.Preemption(comm) as preemption:  # around all: also while those that live meet
-        training.run_elastic(train, state, min_ranks=options.min_ranks, max_ranks=options.max_ranks)
+    with elastic.Preemption(comm) as preemption:  # around all: also while those that live meet
+        elastic.run_elastic(train, state, min_ranks=options.min_ranks, max_ranks=options.max_ranks)
     if state.comm.rank == 0:
         pixels, labels = digits.load("held out")
         accuracy = digits.accuracy(digits.Network(weights).predict(pixels), labels)

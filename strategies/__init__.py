@@ -20,19 +20,21 @@ from typing import TYPE_CHECKING
 
 from strategies import (
     accumulators,
+    checkpoint,
     cluster,
+    elastic,
     errors,
     input,
     optimizers,
     parameter_server,
     queues,
-    remote,
     replicas,
-    training,
+    rpc,
+    session,
     variables,
 )
 from strategies.averaging.broadcast import broadcast_optimizer_state, broadcast_parameters
-from strategies.averaging.consistency import check_alike
+from strategies.averaging.consistency import check_consistent
 from strategies.checkpoint.checkpoint_manager import CheckpointManager
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.local_devices import devices
@@ -44,8 +46,8 @@ from strategies.parameter_server import ParameterServerStrategy
 from strategies.replicas.variable import Variable
 from strategies.rpc.server import Server
 from strategies.spare_replica import SpareReplicaStrategy
-from strategies.strategy.base.base import Strategy
-from strategies.strategy.base.synchronous_strategies import (
+from strategies.strategy.base import Strategy
+from strategies.strategy.synchronous_strategies import (
     CentralStorageStrategy,
     DefaultStrategy,
     MirroredStrategy,
@@ -84,9 +86,11 @@ __all__ = [
     "accumulators",
     "broadcast_optimizer_state",
     "broadcast_parameters",
-    "check_alike",
+    "check_consistent",
+    "checkpoint",
     "cluster",
     "devices",
+    "elastic",
     "errors",
     "get_replica_context",
     "get_strategy",
@@ -95,10 +99,10 @@ __all__ = [
     "optimizers",
     "parameter_server",
     "queues",
-    "remote",
     "replicas",
+    "rpc",
     "schedules",
-    "training",
+    "session",
     "variables",
 ]
 
@@ -106,11 +110,11 @@ __all__ = [
 _LAZY = ("experiment", "horovod", "jax", "model_parallel", "torch")
 
 if TYPE_CHECKING:
+    from strategies import experiment as experiment
     from strategies import horovod as horovod
     from strategies import jax as jax
     from strategies import model_parallel as model_parallel
     from strategies import torch as torch
-    from strategies.strategy.base import experiment
 else:  # hidden from type checkers, which would accept any name
 
     def __getattr__(name: str) -> ModuleType:

@@ -138,8 +138,8 @@ def DistributedOptimizer(
             one alone. Several devices of a process are for optimizers of arrays, which are used in
             `strategy.run`. A `ParameterServerStrategy` or `SpareReplicaStrategy` makes the steps
             itself, by an optimizer of this package that takes the same ones
-            (`strategies.optimizers.torch_equivalents`, `from_optax`); beside it `named_parameters` is the
-            only option. *Collective* over its tasks.
+            (`strategies.optimizers.torch_equivalents`, `optax_equivalents`); beside it
+            `named_parameters` is the only option. *Collective* over its tasks.
 
     Returns:
         An optimizer of the kind that was given: `AveragingOptimizer`, a `TorchOptimizer`, which is

@@ -177,20 +177,20 @@ class ThreadTransport(Transport):
                 made.pop(0)
         return ThreadTransport(group, ranks.index(self.rank))
 
-    def lane(self, number=None):
+    def channel(self, number=None):
         with self.group.lock:
             name = ("lane", number)
             group = self.group.parts.setdefault(name, ThreadGroup(self.size, self.group.mode))
         return ThreadTransport(group, self.rank)
 
-    def post(self, head, dest):
+    def send_nowait(self, head, dest):
         send = _Send(self.group, head, self.name([dest]), dest)
         with self.group.lock:
             self.group.boxes[("head", self.rank, dest)].append(send)
             self.group.event(dest)
         return send
 
-    def collect(self):
+    def poll_mailbox(self):
         with self.group.lock:
             for source in range(self.size):
                 if box := self.group.boxes[("head", source, self.rank)]:
@@ -215,7 +215,7 @@ class ThreadMailbox(Mailbox):
         self.rank = transport.rank
         self.size = transport.size
 
-    def post(self, head, dest):
+    def send_nowait(self, head, dest):
         return self._start(head, "head", dest)
 
     def send(self, frame, dest):
@@ -227,7 +227,7 @@ class ThreadMailbox(Mailbox):
             self.group.boxes[(kind, self.rank, dest)].append(send)
         return send
 
-    def collect(self):
+    def poll(self):
         with self.group.lock:
             for source in range(self.size):
                 if box := self.group.boxes[("head", source, self.rank)]:

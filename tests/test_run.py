@@ -187,8 +187,8 @@ def test_what_every_first_call_needs_is_compiled_before_the_tests(tmp_path):
     )  # fmt: skip
     assert done.status == 0, done
     files = [file.name for file in tmp_path.rglob("*.o")]
-    for kind in ("one_shot", "direct", "pipelined", "publish", "shared"):
-        assert any(name.startswith(f"rounds.{kind}") for name in files), (kind, files)
+    for kind in ("one_shot", "direct", "pipelined", "one_shot_copy", "shared"):
+        assert any(name.startswith(f"reduce_kernels.{kind}") for name in files), (kind, files)
 
 
 # A run whose child starts a process in another session, like the programs of tests.

@@ -1,16 +1,17 @@
 """Small operations by messages in one compiled call: exchange, compare, combine.
 
 Python takes some microseconds for each message that it starts and waits for, as long as a message
-itself takes between two machines. So compiled code calls MPI: it exchanges *letters* with a partner
-at twice the distance in every round (`topology.doubling`), until each rank has what all bring.
+itself takes between two machines. So compiled code calls MPI: it exchanges *eager messages* with a
+partner at twice the distance in every round (`topology.doubling`), until each rank has what all
+bring.
 
-    bytes of a letter    0      8       16
+    bytes of a message   0      8       16
                          hash   ~hash   contribution
 
 Where two hashes are alike, so are the layouts of the contributions, and they are combined; where
 they differ, nobody looks at the contributions any more, and both words become the smaller one, so
-that all ranks find out: min(~h) is ~max(h). A rank receives up to the longest letter there may be,
-since ranks that mean different calls send letters of different lengths.
+that all ranks find out: min(~h) is ~max(h). A rank receives up to the longest message there may
+be, since ranks that mean different calls send messages of different lengths.
 
 Cost: log2 P messages for a power of two, up to two more otherwise. An all-reduce between two
 machines at 1 Gbit/s, in us: 8 bytes 123 with messages from Python, 17.5 so, 13.3 by MPI, which
@@ -56,8 +57,8 @@ DONE, WAITING, DIFFERENT, FAILED = 0, 1, 2, 3
 ISEND, IRECV, TEST = 0, 1, 2  # addresses of its functions
 COMM, BYTE, TAG = 3, 4, 5
 STEPS, NUMBER_OF_STEPS = 6, 7  # address of rows, as below
-MINE, LANDING = 8, 9  # addresses of two letters
-MOST = 10  # bytes of the longest letter
+MINE, LANDING = 8, 9  # addresses of two messages
+MOST = 10  # bytes of the longest message
 POLLS, YIELDS = 11, 12  # before it gives up for now; with the second ones it gives the core away
 # The call's:
 HASH, INVERSE = 13, 14
@@ -74,7 +75,7 @@ STATUS = 29  # eight words, longer than any MPI's
 ERROR = 37  # of MPI, after FAILED
 WORDS = 38
 
-# A step: to whom a letter goes and from whom one comes, -1 for nobody, and what becomes of it:
+# A step: to whom a message goes and from whom one comes, -1 for nobody, and what becomes of it:
 # nothing, combined behind or before the own one, or the result.
 TO, SOURCE, THEN = 0, 1, 2
 NOTHING, BEHIND, BEFORE, RESULT = 0, 1, 2, 3
@@ -94,7 +95,7 @@ class EagerBlock:
     """A small operation, ready but for addresses and hash.
 
     Args:
-        letters: by which it goes.
+        exchange: that sends it.
         dtype: of the contributions.
         count: of their elements.
         op: how they are combined.
@@ -103,20 +104,27 @@ class EagerBlock:
     """
 
     def __init__(
-        self, letters: EagerExchange, dtype: np.dtype[np.generic], count: int, op: Op, *, fill: bool
+        self,
+        exchange: EagerExchange,
+        dtype: np.dtype[np.generic],
+        count: int,
+        op: Op,
+        *,
+        fill: bool,
     ) -> None:
         found = loops(dtype, op.value)
-        self.words = letters.words.copy()
+        self.words = exchange.words.copy()
         self.words[COUNT], self.words[WIDTH] = count, dtype.itemsize
         self.words[FILL], self.words[ADD] = found.fill if fill else 0, found.add
         self.address = address(self.words)
 
 
 class EagerExchange:
-    """Exchanges letters among the ranks of a transport.
+    """Exchanges eager messages among the ranks of a transport.
 
     Args:
-        transport: whose messages compiled code can send; see `Transport.in_c`. Of a part of a group
+        transport: whose messages compiled code can send; see `Transport.native_mpi`. Of a part of a
+        group
             the ranks go, and are named, by the numbers that they have in the whole.
         most: bytes of the longest contribution.
     """
@@ -150,7 +158,7 @@ class EagerExchange:
         """Compare a call, and combine what the ranks bring on the way.
 
         Args:
-            hashes: the two words of this rank's letter.
+            hashes: the two words of this rank's message.
             data: shape (n,), contiguous, prepared for `op`; n and dtype follow from the call.
             op: how it is combined.
             deadline: of the wait.
@@ -168,7 +176,7 @@ class EagerExchange:
         return result if self.exchange(block, deadline) else None
 
     def exchange(self, block: EagerBlock, deadline: Deadline) -> bool:
-        """Carry out a call; returns and raises as `drive`."""
+        """Carry out a call; returns and raises as `run`."""
         waits = deadline.waits
         began = 0 if waits is None else time.monotonic_ns()
         alike = self.run(block, self.kernel(block.address), deadline)
@@ -218,7 +226,7 @@ class EagerExchange:
 
 
 def seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long an exchange of letters with so many bytes each should take."""
+    """Return how long an exchange of messages with so many bytes each should take."""
     return recursive_doubling.allreduce_seconds(HEAD_BYTES + nbytes, layout.compiled())
 
 

@@ -1,4 +1,4 @@
-"""The compiled part of `collectives.algorithms.eager`, which explains blocks and letters."""
+"""The compiled part of `collectives.algorithms.eager`, which explains blocks and messages."""
 
 from __future__ import annotations
 
@@ -22,13 +22,13 @@ __all__ = ["double", "make"]
 
 
 @njit
-def _hashes(letter: int) -> Any:
-    return carray(pointer(letter), 2, np.int64)
+def _hashes(message: int) -> Any:
+    return carray(pointer(message), 2, np.int64)
 
 
 @njit
 def _contribute(block: Any) -> None:
-    """Write the own letter."""
+    """Write the own message."""
     hashes = _hashes(block[w.MINE])
     hashes[0], hashes[1] = block[w.HASH], block[w.INVERSE]
     dest, count = block[w.MINE] + w.HEAD_BYTES, block[w.COUNT]
@@ -42,7 +42,7 @@ def _contribute(block: Any) -> None:
 def _start(block: Any, address: int, to: int, source: int) -> int:
     """Begin the messages of a step; returns MPI's error."""
     block[w.SENT] = block[w.RECEIVED] = 0
-    if source >= 0:  # first, so that the letter arrives where it belongs without a detour
+    if source >= 0:  # first, so that the message arrives where it belongs without a copy
         error = mpi_start(
             block[w.IRECV], block[w.LANDING], block[w.MOST], block[w.BYTE], source,
             block[w.TAG], block[w.COMM], address + 8 * w.RECEIVED,
@@ -98,7 +98,7 @@ def _wait(block: Any, address: int) -> int:
 
 @njit
 def _take(block: Any, then: int) -> None:
-    """Take the letter that has come into the own one."""
+    """Combine the message that has come with the own one."""
     if then == w.NOTHING:
         return
     if then != w.BEHIND:
@@ -113,7 +113,7 @@ def _take(block: Any, then: int) -> None:
 
 
 def double(address: int) -> int:
-    """Exchange letters until this rank has what all bring."""
+    """Exchange messages until this rank has what all bring."""
     block = carray(pointer(address), w.WORDS, np.int64)
     steps = carray(pointer(block[w.STEPS]), (block[w.NUMBER_OF_STEPS], 3), np.int64)
     if block[w.STEP] == 0 and block[w.PHASE] == 0:
@@ -141,5 +141,5 @@ def double(address: int) -> int:
 
 
 def make(symbol: str, kind: str) -> bytes:
-    """Return an object file with a kind of call; arguments as `machine_code.address`."""
+    """Return an object file with a kind of call; arguments as `machine_code.load`."""
     return compiling.python_code({"double": double}[kind], symbol)

@@ -107,7 +107,7 @@ def levels(transport: Transport, leaders: Sequence[int], machine: Machine = DEFA
     """
     rails = topology.rails(leaders, transport.rank)
     nodes = len(set(leaders))
-    node = SubsetTransport(transport, rails.node)
+    node = _SubsetTransport(transport, rails.node)
     return Levels(
         node=node,
         reduce_scatter=partial(ring.reduce_scatter, node),
@@ -115,7 +115,7 @@ def levels(transport: Transport, leaders: Sequence[int], machine: Machine = DEFA
         broadcast=partial(tree.broadcast, node),
         barrier=partial(tree.barrier, node),
         rails=rails.number,
-        network=None if rails.rail is None else SubsetTransport(transport, rails.rail),
+        network=None if rails.rail is None else _SubsetTransport(transport, rails.rail),
         single_rail=_rail(1, nodes, machine),
         contended_rail=_rail(rails.number, nodes, machine),
         allreduce=None,
@@ -272,7 +272,7 @@ def _bounds(levels: Levels, buffer: Array) -> list[int]:
     return bounds + [buffer.size] * (levels.node.size - rails)
 
 
-class SubsetTransport(Transport):
+class _SubsetTransport(Transport):
     """Some ranks of a transport, numbered anew, over the messages of the whole.
 
     Two ranks are together on a node or on a rail, never on both, so their messages keep in order.

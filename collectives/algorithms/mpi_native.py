@@ -142,7 +142,7 @@ def alltoall(
     receive_counts: Sequence[int],
     deadline: Deadline,
 ) -> Array:
-    """Exchange a part with every rank; arguments and result as `rotation.alltoall`.
+    """Exchange a part with every rank; arguments and result as `pairwise.alltoall`.
 
     Each rank knows only its own sum of bytes; what is too long for one is refused on all.
     """

@@ -114,7 +114,7 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
 SCANS: dict[str, Callable[..., Any]] = {"prefix": scan.exclusive, "native": mpi_native.exclusive}
 
 
-# Besides, for arrays on CUDA devices: not by a `Transport`, nor picked (`operations.nccl`).
+# Besides, for arrays on CUDA devices: not by a `Transport`, nor picked (`devices.nccl`).
 ON_DEVICES = {"allreduce": ("nccl",), "broadcast": ("nccl",)}
 
 
@@ -169,7 +169,7 @@ def pick(operation: str, nbytes: int, layout: RankLayout) -> str:
 
 @lru_cache(256)  # groups of the same layout share their tables
 def switch_points(operation: str, layout: RankLayout) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return at which sizes the pick changes, and what it is between them (`fastest`)."""
+    """Return at which sizes the pick changes, and what it is between them (`size_table`)."""
 
     def first(nbytes: int) -> str:
         return next(name for name in estimate(operation, nbytes, layout) if name != "node")

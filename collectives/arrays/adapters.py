@@ -20,7 +20,7 @@ Order of streams: elements are copied to the host on the stream that is current 
 device when the operation is called, which is then waited for once; where another library says that
 it works on a stream of its own, CuPy waits for that one first. A result is complete on the device
 when the operation returns. The host memory of CUDA arrays is pinned. What is copied so is copied
-whole; `resident` shows large arrays to operations that work where they are, or in slices
+whole; `device_array` shows large arrays to operations that work where they are, or in slices
 (`collectives.devices.staged`).
 """
 

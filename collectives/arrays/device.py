@@ -7,7 +7,7 @@ schedule serves both memories. What else an algorithm asks of a buffer (`size`, 
 
 Order on a device: work is put on one stream, the one that was current for the device as the call
 began. MPI knows nothing of streams. So who hands memory to it, to be read or to be overwritten,
-calls `settle` first, which waits for the stream if anything has been put on it since.
+calls `synchronize` first, which waits for the stream if anything has been put on it since.
 """
 
 from __future__ import annotations

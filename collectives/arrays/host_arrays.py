@@ -52,7 +52,7 @@ class HostArgument(NamedTuple):
             memory: to be read only.
         target: host memory for a result of the same shape and dtype, which may be `host` itself;
             None: the result goes to new memory.
-        give_back: makes of a host result, of any shape, what the caller gets: an array of the kind
+        restore: makes of a host result, of any shape, what the caller gets: an array of the kind
             and on the device of the one that was borrowed, or the caller's `out`.
     """
 
@@ -66,8 +66,8 @@ class RowsOut(NamedTuple):
 
     Attributes:
         number: how many it takes; any number if -1, for new memory.
-        target: as of `Borrowed`.
-        give_back: as of `Borrowed`.
+        target: as of `HostArgument`.
+        restore: as of `HostArgument`.
     """
 
     number: int
@@ -86,7 +86,7 @@ def host_view(x: Any, out: Any = None, *, operation: str) -> HostArgument:
         operation: the caller's name, for the error message.
 
     Returns:
-        What algorithms can read, see `Borrowed`. A result for a number or a sequence is a NumPy
+        What algorithms can read, see `HostArgument`. A result for a number or a sequence is a NumPy
         array.
 
     Raises:
@@ -131,7 +131,7 @@ def check_out(
 def check_out_rows(
     out: Any, row: tuple[int, ...], dtype: np.dtype[Any], lent: HostArgument, *, operation: str
 ) -> RowsOut:
-    """As `borrow_out`, for a result of any number of rows.
+    """As `check_out`, for a result of any number of rows.
 
     Args:
         out: the caller's; None if there is none, so that the result goes back as that of `lent`.
@@ -141,7 +141,7 @@ def check_out_rows(
         operation: the caller's name.
     """
     if out is None:
-        return ALLOCATE._replace(give_back=lent.restore)
+        return ALLOCATE._replace(restore=lent.restore)
     shape, target, give_back = _borrow_out(out, (None, *row), dtype, operation)
     return RowsOut(shape[0], target, give_back)
 
@@ -149,7 +149,7 @@ def check_out_rows(
 def _borrow_out(
     out: Any, shape: tuple[int | None, ...], dtype: np.dtype[Any], operation: str
 ) -> tuple[tuple[int, ...], Array | None, Callable[[Array], Any]]:
-    """As `borrow_out`, and return the shape of `out`, of which None is any number."""
+    """As `check_out`, and return the shape of `out`, of which None is any number."""
     memory = None if type(out) is np.ndarray else _recognise(out, operation)
     if memory is None:
         if not isinstance(out, np.ndarray):
@@ -254,7 +254,7 @@ def copy_to(flat: Array, out: Array) -> Array:
         and address(flat) == address(out)
     )
     if not is_there:
-        with np.errstate(all="ignore"):  # as in `reduction.quiet`
+        with np.errstate(all="ignore"):  # as in `reduction.ignore_float_errors`
             out[...] = flat.reshape(out.shape)
     return out
 

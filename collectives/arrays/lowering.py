@@ -122,7 +122,7 @@ def lower(
         op: how to combine.
         dtype: of the arrays.
         size: the number of ranks.
-        scales: as `scales` has returned them.
+        scales: as `validate_scales` has returned them.
         operation: the caller's name, for the errors.
 
     Raises:

@@ -77,7 +77,7 @@ def spec_of(x: Any, *, operation: str) -> ArraySpec:
 def numpy_spec(
     shape: SupportsIndex | Iterable[SupportsIndex], dtype: npt.DTypeLike, *, operation: str
 ) -> ArraySpec:
-    """Check what a NumPy array shall look like; errors as `kind_of`."""
+    """Check what a NumPy array shall look like; errors as `spec_of`."""
     dims = shape if isinstance(shape, Iterable) else (shape,)
     plain = tuple(map(operator.index, dims))  # the same text on all ranks, also of NumPy integers
     if any(n < 0 for n in plain):

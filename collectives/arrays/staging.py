@@ -9,7 +9,7 @@ slice k + 1 comes from the device into the next, and slice k - 1 goes back from 
 
 Both directions have a stream of their own. They begin after everything on the stream that was
 current when the call began; a window is filled again only after what it held has gone back. When
-`CopyStreams.pass_slices` returns, or fails, nothing is on its way any more, and all results are
+`CopyStreams.stream_through` returns, or fails, nothing is on its way any more, and all results are
 complete.
 
 The windows are pinned, so that the device copies by itself: memory that CUDA has allocated so, or

@@ -3,9 +3,9 @@
     enter       step 2 of docs/how-a-call-goes.md: number the call, begin the wait's limit, make the
                 node engine in the first one
     describe    step 4: what must be equal on all ranks, once the arguments have been looked at
-    compare     step 6: by `agree`, `carry` or `tell`, or as the ranks meet in the engine (`met`)
-    refuse      where this rank's arguments are wrong: the others are told, and none goes on
-    end         record it; after any other error the group is unusable
+    compare     step 6: by `agree`, `reduce_eager` or `exchange_integers`, or as the ranks meet in
+    the engine (`checked`) refuse      where this rank's arguments are wrong: the others are told,
+    and none goes on end         record it; after any other error the group is unusable
 
 Memory is changed, and data sent, only after the comparison.
 """
@@ -148,7 +148,7 @@ class Call:
         """Check as `agree`, and combine what the ranks contribute on the way.
 
         Args:
-            data: shape (n,), as `carries` has accepted it, prepared for `op`.
+            data: shape (n,), as `fits_eager` has accepted it, prepared for `op`.
             op: how it is combined; MAX for bytes that are zero on all ranks but one.
 
         Returns:
@@ -208,14 +208,14 @@ class Call:
         return self.engine if algorithm in ("auto", "node") else None
 
     def drive(self, work: KernelCall) -> None:
-        """Meet in the node engine, and do the work there; errors as `met`."""
+        """Meet in the node engine, and do the work there; errors as `checked`."""
         assert self.engine is not None
         self.checked(self.engine.run(work, self.deadline))
 
-    def exchange_eager(self, letters: EagerExchange, block: EagerBlock) -> None:
-        """Exchange letters; errors as `met`."""
+    def exchange_eager(self, exchange: EagerExchange, block: EagerBlock) -> None:
+        """Exchange eager messages; errors as `checked`."""
         self._compared = True
-        self.checked(letters.exchange(block, self.deadline))
+        self.checked(exchange.exchange(block, self.deadline))
 
     def checked(self, alike: bool) -> None:
         """Take note of what the ranks found as they met.
@@ -244,7 +244,7 @@ class Call:
         if name == "auto":
             name = selection.pick(operation, nbytes, group.layout)
         if self.deadline.waits is not None:
-            self.deadline.waits.chose(name)
+            self.deadline.waits.algorithm_chosen(name)
         ranks = (levels or group.levels) if name == "hierarchical" else group.transport
         return partial(selection.ALGORITHMS[operation][name].run, ranks)
 

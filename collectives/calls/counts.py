@@ -16,13 +16,13 @@ from collectives.core.errors import MismatchError, in_turn, some
 __all__ = ["split_counts", "output_mismatch"]
 
 
-def split_counts(call: Call, array: Array, **given: Splits | None) -> list[int]:
+def split_counts(call: Call, array: Array, counts: Splits | None) -> list[int]:
     """Return the rows of an array for every rank.
 
     Args:
         array: shape (n, ...).
-        given: by the caller's word for it, the rows for every rank; even shares if None, the first
-            `n % size` ranks getting one row more.
+        counts: the rows for every rank; even shares if None, the first `n % size` ranks getting
+            one row more.
 
     Raises:
         ValueError: the array is a scalar, or the numbers do not add up to n.
@@ -30,14 +30,13 @@ def split_counts(call: Call, array: Array, **given: Splits | None) -> list[int]:
     size, operation = call.group.size, call.operation
     if array.ndim == 0:
         raise ValueError(f"{operation}: a scalar has no rows, expected shape (n, ...)")
-    ((word, numbers),) = given.items()
-    if numbers is None:
+    if counts is None:
         bounds = topology.chunk_bounds(array.shape[0], size)
         return [stop - start for start, stop in itertools.pairwise(bounds)]
-    rows = [operator.index(n) for n in numbers]
+    rows = [operator.index(n) for n in counts]
     if len(rows) != size or min(rows) < 0 or sum(rows) != array.shape[0]:
         raise ValueError(
-            f"{operation}: {word} do not fit, expected {size} numbers >= 0 that add "
+            f"{operation}: counts do not fit, expected {size} numbers >= 0 that add "
             f"up to {array.shape[0]} rows, got {rows}"
         )
     return rows
@@ -56,7 +55,7 @@ def output_mismatch(
         group: the ranks.
         operation: its name.
         row: the shape of a row.
-        given: rows of everyone's `out`, that of `NEW` where there is none.
+        given: rows of everyone's `out`, that of `ALLOCATE` where there is none.
         expected: rows of everyone's result.
     """
     wrong = {

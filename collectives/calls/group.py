@@ -1,7 +1,7 @@
 """What the ranks of a group share: transport, nodes, settings, engine, plans, records.
 
 Operations are functions of a group. It knows none of them: what one keeps between its calls, the
-group holds for it (`kept`).
+group holds for it (`state_of`).
 """
 
 from __future__ import annotations
@@ -88,16 +88,16 @@ class Group:
         node_engine: where the ranks of this node meet; None before the first call, and where they
             share no memory.
         plans: what calls need that are like earlier ones (`collectives.operations.plan_cache`).
-        look: how the arrays of such calls are looked at.
-        number: of the last call.
-        splits_made: how many groups were made of this one.
+        address_reader: reads the addresses of the arrays of such calls.
+        call_number: of the last call.
+        child_count: how many groups were made of this one.
         tagged_groups_made: how many groups with a tag were made of this one, with this rank first.
         registry: the groups made of this one, shared with the group that this one was made of.
         unusable: why there can be no more calls; None if there can.
         gate: None if a call may begin; the call under way, an object with its name in `operation`;
             or `unusable`. A call checks it, and then stores itself there. CPython switches threads
             at calls and backward jumps only, and there are none in between.
-        watcher: is told as operations begin and end; None if nobody is.
+        listener: is told as operations begin and end; None if nobody is.
     """
 
     def __init__(
@@ -180,7 +180,7 @@ class Group:
         return cast(T, self._kept[make])
 
     def close_state_of(self, make: Callable[[Group], Any]) -> None:
-        """Close the object that `kept(make)` has made, if there is one."""
+        """Close the object that `state_of(make)` has made, if there is one."""
         if make in self._kept:
             self._kept[make].close()
 

@@ -68,7 +68,7 @@ class CommonOptions(TypedDict, total=False):
 class ScatterOptions(CommonOptions, total=False):
     """Options of an operation that shares rows."""
 
-    splits: Splits | None
+    counts: Splits | None
 
 
 class ReduceOptions(CommonOptions, total=False):

@@ -56,7 +56,7 @@ def output(
     source: Array,
     before: int,
 ) -> tuple[Array, Array]:
-    """As `host.room`, of memory that is the target's.
+    """As `host_arrays.output`, of memory that is the target's.
 
     Raises:
         ValueError: it is in use.

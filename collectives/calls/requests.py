@@ -1,9 +1,9 @@
 """What the caller of an asynchronous operation holds, and what is known of one under way.
 
 `Communicator.allreduce_async` and its kind return a `Request` at once, and so do `isend` and
-`irecv`. Behind it is a `Job`: what carries out the operation hands over there what becomes of it, a
-thread (`collectives.operations.nonblocking`) or whoever moves the messages between two ranks
-(`collectives.p2p.progress_engine`).
+`irecv`. Behind it is a `RequestState`: what carries out the operation hands over there what becomes
+of it, a thread (`collectives.operations.nonblocking`) or whoever moves the messages between two
+ranks (`collectives.p2p.progress_engine`).
 """
 
 from __future__ import annotations

@@ -5,9 +5,9 @@ ever where one rank broadcasts and another reduces. Here each rank describes its
 fields; 8-byte hashes of the descriptions are compared by one minimum over all ranks, and only when
 they differ the descriptions themselves are collected, so that every rank raises the same error.
 
-A small operation travels with its comparison, in the same letters (`algorithms.letters`), which
-compiled code exchanges where messages are MPI's. Elsewhere Python does, and all letters are equally
-long, so that ranks that mean different calls find out.
+A small operation travels with its comparison, in the same eager messages (`algorithms.eager`),
+which compiled code exchanges where messages are MPI's. Elsewhere Python does, and all messages are
+equally long, so that ranks that mean different calls find out.
 
 A rank whose own arguments are refused takes part with the refusal as its description. The others
 then raise an error that says so, where they would otherwise wait for a rank that never comes.
@@ -59,14 +59,14 @@ MAX_PAYLOAD_BYTES = MESSAGE_BYTES - HEAD_BYTES
 # processes on 2 cores, 1 Gbit/s, in ms, so / MPI with our settings: 512 bytes 1.03 / 1.39, 4 KiB
 # 1.25 / 1.42, 64 KiB 1.85 / 2.08; after a comparison, by `hierarchical`: 3.3, 3.5, 3.7. On slow
 # lines whole arrays in every round cost more than messages: at 100 Mbit/s 64 KiB took 1.4 to 1.9
-# times as long as the fastest algorithm after a comparison. So `most` asks the cost model, in
-# steps of 1 KiB.
+# times as long as the fastest algorithm after a comparison. So `max_piggyback_bytes` asks the cost
+# model, in steps of 1 KiB.
 _MOST_CARRIED_BYTES, _MOST_OF_NODE = 1 << 16, 1 << 17
 _CARRIED_STEP = 1 << 10
 
-# Ranks of a node up to which each exchanges letters with those of other nodes; beyond, one of them
-# speaks for all, since a node's line takes the letters of its ranks one after the other. 4 machines
-# of 2 ranks, 512 bytes: all of them 1.04 ms, one of each machine 3.4 ms.
+# Ranks of a node up to which each exchanges messages with those of other nodes; beyond, one of them
+# speaks for all, since a node's line takes the messages of its ranks one after the other. 4
+# machines of 2 ranks, 512 bytes: all of them 1.04 ms, one of each machine 3.4 ms.
 MAX_SPEAKERS = 8
 
 
@@ -74,7 +74,7 @@ class Piggyback(NamedTuple):
     """What a rank adds to an operation that travels with the comparison.
 
     Attributes:
-        data: shape (n,), contiguous, at most `CARRIED_BYTES`, prepared for the op; n and dtype
+        data: shape (n,), contiguous, at most `MAX_PAYLOAD_BYTES`, prepared for the op; n and dtype
             follow from the call.
         op: how it is combined with the other ranks'. MAX takes those of one rank where all others
             bring bytes of zeros.
@@ -112,28 +112,28 @@ def verify(
     if group.size == 1:
         return data
     hashes = own, ~own
-    letters = eager_exchange_of(group)
+    exchange = eager_exchange_of(group)
     if per_node(group.layout):
-        joined = _by_nodes(group, letters, hashes, contribution, deadline)
-    elif letters is not None:
-        joined = letters.reduce(hashes, data, op, deadline)
+        joined = _by_nodes(group, exchange, hashes, contribution, deadline)
+    elif exchange is not None:
+        joined = exchange.reduce(hashes, data, op, deadline)
     else:
-        letter = _write_letter(hashes, data)
+        message = _write_message(hashes, data)
         recursive_doubling.allgather_combine(
-            group.transport, letter, partial(_combine, contribution), deadline
+            group.transport, message, partial(_combine, contribution), deadline
         )
-        joined = _read_letter(letter, data)
+        joined = _read_message(message, data)
     if joined is None:
         raise_mismatch(group.transport, call, deadline)
     return joined
 
 
 def eager_exchange_of(group: Group) -> EagerExchange | None:
-    """Return what exchanges letters in compiled code; None where Python does."""
-    return group.state_of(_letters)
+    """Return what exchanges eager messages in compiled code; None where Python does."""
+    return group.state_of(_make_eager_exchange)
 
 
-def _letters(group: Group) -> EagerExchange | None:
+def _make_eager_exchange(group: Group) -> EagerExchange | None:
     if group.size == 1:  # nothing is compiled for a rank alone
         return None
     ranks = group.levels.network if per_node(group.layout) else group.transport
@@ -180,7 +180,7 @@ def seconds(nbytes: int, layout: RankLayout) -> float:
 
 def _by_nodes(
     group: Group,
-    letters: EagerExchange | None,
+    exchange: EagerExchange | None,
     hashes: tuple[int, int],
     contribution: Piggyback,
     deadline: Deadline,
@@ -189,42 +189,42 @@ def _by_nodes(
     data, op = contribution
     combine = partial(_combine, contribution)
 
-    def between(network: Transport, letter: Array) -> None:
-        if letters is None:
-            recursive_doubling.allgather_combine(network, letter, combine, deadline)
+    def between(network: Transport, message: Array) -> None:
+        if exchange is None:
+            recursive_doubling.allgather_combine(network, message, combine, deadline)
             return
-        smallest, inverse = letter[:HEAD_BYTES].view(np.int64).tolist()
-        joined = letters.reduce((smallest, inverse), _payload_of(letter, data), op, deadline)
+        smallest, inverse = message[:HEAD_BYTES].view(np.int64).tolist()
+        joined = exchange.reduce((smallest, inverse), _payload_of(message, data), op, deadline)
         if joined is None:
-            letter[:HEAD_BYTES] = 0  # no hash and its inverse
+            message[:HEAD_BYTES] = 0  # no hash and its inverse
         else:
-            _payload_of(letter, data)[:] = joined
+            _payload_of(message, data)[:] = joined
 
-    letter = _write_letter(hashes, data)
-    hierarchical.allreduce_custom(group.levels, letter, combine, between, deadline)
-    return _read_letter(letter, data)
-
-
-def _write_letter(hashes: tuple[int, int], data: Array) -> Array:
-    """Write a letter."""
-    letter = np.zeros(MESSAGE_BYTES, np.uint8)
-    letter[:HEAD_BYTES].view(np.int64)[:] = hashes
-    _payload_of(letter, data)[:] = data
-    return letter
+    message = _write_message(hashes, data)
+    hierarchical.allreduce_custom(group.levels, message, combine, between, deadline)
+    return _read_message(message, data)
 
 
-def _read_letter(letter: Array, like: Array) -> Array | None:
-    """Return the contribution in a letter, None if it says that ranks disagree."""
-    smallest, inverse = letter[:HEAD_BYTES].view(np.int64)
+def _write_message(hashes: tuple[int, int], data: Array) -> Array:
+    """Write a message."""
+    message = np.zeros(MESSAGE_BYTES, np.uint8)
+    message[:HEAD_BYTES].view(np.int64)[:] = hashes
+    _payload_of(message, data)[:] = data
+    return message
+
+
+def _read_message(message: Array, like: Array) -> Array | None:
+    """Return the contribution in a message, None if it says that ranks disagree."""
+    smallest, inverse = message[:HEAD_BYTES].view(np.int64)
     if smallest != ~inverse:
         return None
-    joined = _payload_of(letter, like)
+    joined = _payload_of(message, like)
     device.canonical_nans(joined)
     return joined
 
 
 def _combine(contribution: Piggyback, ours: Array, theirs: Array) -> None:
-    """Take another rank's letter into this one."""
+    """Take another rank's message into this one."""
     hashes, others = ours[:HEAD_BYTES].view(np.int64), theirs[:HEAD_BYTES].view(np.int64)
     if hashes.tobytes() == others.tobytes():
         data, op = contribution
@@ -232,6 +232,6 @@ def _combine(contribution: Piggyback, ours: Array, theirs: Array) -> None:
     np.minimum(hashes, others, out=hashes)
 
 
-def _payload_of(letter: Array, like: Array) -> Array:
-    """Return the contribution in a letter, of the dtype and size of another one."""
-    return letter[HEAD_BYTES : HEAD_BYTES + like.nbytes].view(like.dtype)
+def _payload_of(message: Array, like: Array) -> Array:
+    """Return the contribution in a message, of the dtype and size of another one."""
+    return message[HEAD_BYTES : HEAD_BYTES + like.nbytes].view(like.dtype)

@@ -2,9 +2,9 @@
 
 The numbers come from three places, of which the first that has one counts:
 
-1. a setting, `UNISONO_NODE_LINK` or `UNISONO_NETWORK_LINK`, such as "alpha=2us,beta=8GB/s";
-2. the file that `python -m collectives tune` wrote on this cluster (`collectives.core.tuning_file`);
-3. the defaults below.
+1. a setting, `UNISONO_NODE_LINK` or `UNISONO_NETWORK_LINK`, such as "alpha=2us,beta=8GB/s"; 2. the
+file that `python -m collectives tune` wrote on this cluster (`collectives.core.tuning_file`); 3.
+the defaults below.
 """
 
 from __future__ import annotations
@@ -39,7 +39,7 @@ class LinkCost(NamedTuple):
     call: float = 0.0  # seconds of Python before the messages of a call, whatever its size
 
     def compiled(self) -> LinkCost:
-        """Return what messages of compiled code cost (`algorithms.letters`)."""
+        """Return what messages of compiled code cost (`algorithms.eager`)."""
         return self._replace(alpha=min(self.alpha, self.letter))
 
 

@@ -66,7 +66,7 @@ class Settings:
     # memory of a processor busy, and more than there are cores would only take turns.
     update_threads: int = field(default_factory=lambda: min(4, len(os.sched_getaffinity(0))))
     # What follows from the last three, and "on" or "off" for the device memory that MPI takes: the
-    # same on all ranks, as `operations.settle` has found them.
+    # same on all ranks, as `calls.shared_settings` has found them.
     links: links.MeasuredMachine = field(default_factory=links.defaults)
     cuda_aware: CudaAware = "auto"
     # Not by itself: it has not been measured here on GPUs.
@@ -180,7 +180,7 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
 }
 
 # Variables that must be equal on all ranks of the world, or of each node. Every other variable
-# concerns one process alone, or ranks settle on one value (`operations.settle`).
+# concerns one process alone, or ranks settle on one value (`calls.shared_settings`).
 EQUAL: dict[str, Literal["world", "node"]] = {
     "UNISONO_SHARED_MEMORY": "node",
     "UNISONO_NCCL": "world",

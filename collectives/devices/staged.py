@@ -7,7 +7,7 @@
 
 Small arrays, and operations that are not here, go the way of all foreign arrays: copied to the host
 as a whole, and back; calls like earlier ones through pinned memory that is kept
-(`operations.repeats`). Of longer ones (`small`, equal on all ranks) it is a part of what ranks
+(`operations.plan_cache`). Of longer ones (`small`, equal on all ranks) it is a part of what ranks
 compare that they are on a device: all bring such an array, or none does.
 
 An all-reduce of one slice on one node is planned, in the first window, and later ones run the plan.
@@ -16,7 +16,7 @@ Compressed arrays are packed on the device, and pass through the host as 16 bits
 in shared memory, too, where the host's arrays stay as they are: here the way to the host is narrow.
 With feedback, between nodes only, or in blocks of 8 bits, they are packed where the host's are.
 
-`algorithm="nccl"` leaves arrays of any size where they are (`operations.nccl`).
+`algorithm="nccl"` leaves arrays of any size where they are (`devices.nccl`).
 """
 
 from __future__ import annotations

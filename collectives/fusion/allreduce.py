@@ -11,7 +11,7 @@ main memory once, as if nothing were packed:
                 copy to shared memory -> reduce -> copy, one portion after the other
 
 By messages each dtype is one portion, since few long messages are best, and is reduced where its
-results lie. So it is, too, where all arrays are on one device (`grouped_on_device`).
+results lie. So it is, too, where all arrays are on one device (`on_device`).
 """
 
 from __future__ import annotations
@@ -230,7 +230,7 @@ def _borrow_all(
     """Borrow the arrays of a call; None for what is as NumPy has it, and whose result is new.
 
     Raises:
-        TypeError, ValueError: as `host.borrow`; or there is not an `out` for each.
+        TypeError, ValueError: as `host_arrays.host_view`; or there is not an `out` for each.
     """
     if out is None:
         return [
@@ -271,7 +271,7 @@ def _lower_all(
 def _numpy_targets(
     look: AddressReader, xs: Sequence[Any], out: Sequence[Any]
 ) -> list[Array] | None:
-    """Return the targets of a call with arrays of NumPy in order, flat, as `_direct`.
+    """Return the targets of a call with arrays of NumPy in order, flat, as `_direct_targets`.
 
     None where one of them needs a closer look.
     """

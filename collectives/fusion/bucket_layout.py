@@ -94,7 +94,7 @@ def offsets(sizes: Sequence[int], order: Iterable[int]) -> tuple[list[int], int]
         The first byte of each array, and all bytes.
 
     Example:
-        >>> places([8, 100], [1, 0])
+        >>> offsets([8, 100], [1, 0])
         ([128, 0], 192)
     """
     starts = [0] * len(sizes)
@@ -109,13 +109,13 @@ def merge_adjacent(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     """Join arrays that lie side by side.
 
     Args:
-        parts: first byte and bytes of each array, as `places` has placed them.
+        parts: first byte and bytes of each array, as `offsets` has placed them.
 
     Returns:
         The first byte of each stretch of memory, and the one behind its last, padding included.
 
     Example:
-        >>> spans([(128, 8), (0, 100), (256, 4)])
+        >>> merge_adjacent([(128, 8), (0, 100), (256, 4)])
         [(0, 192), (256, 320)]
     """
     joined: list[tuple[int, int]] = []
@@ -159,7 +159,7 @@ class BucketLayout:
         return lay_out(self.sizes, self._dtypes, order, self._limits)
 
     def spans(self, members: Iterable[int]) -> list[tuple[int, int]]:
-        """Return the stretches of memory in which the arrays of a bucket lie; as `spans`."""
+        """Return the memory spans of the arrays of a bucket, as `merge_adjacent`."""
         return merge_adjacent((self.starts[i], self.sizes[i]) for i in members)
 
 
@@ -181,11 +181,11 @@ def split_by_bytes(
 
     Example:
         >>> import numpy as np
-        >>> (first, second), starts, total = portions([3, 2], [np.dtype("int8")] * 2, 4)
+        >>> (first, second), starts, total = split_by_bytes([3, 2], [np.dtype("int8")] * 2, 4)
         >>> first.pieces
-        (Piece(array=0, start=0, stop=3), Piece(array=1, start=0, stop=1))
+        (ArraySlice(array=0, start=0, stop=3), ArraySlice(array=1, start=0, stop=1))
         >>> second.pieces, second.first, starts
-        ((Piece(array=1, start=1, stop=2),), 4, [0, 3])
+        ((ArraySlice(array=1, start=1, stop=2),), 4, [0, 3])
     """
     cut: list[FusedChunk] = []
     starts = [0] * len(counts)

@@ -122,7 +122,7 @@ class Buckets:
                 )
             arrays = None if values is None else self._check_arrays(values)
         except Exception as error:
-            self._end_by(error)
+            self._fail(error)
             raise
         self._kept = []
         for number, bucket in enumerate(self._buckets):
@@ -130,7 +130,7 @@ class Buckets:
                 if arrays is not None:
                     self._places.pack(bucket, arrays, scale)
             except Exception as error:  # as when a device has no memory left
-                self._end_by(error, number)
+                self._fail(error, number)
                 raise
             bucket.reduce()
         return self._places.results()
@@ -160,7 +160,7 @@ class Buckets:
                 raise ValueError(f"ready: the array is ready already (array: {self._names[index]})")
             self._places.write(index, self._check_array("ready", index, value))
         except Exception as error:
-            self._end_by(error)
+            self._fail(error)
             raise
         step.order[index] = None
         bucket = self._bucket_of[index]
@@ -190,7 +190,7 @@ class Buckets:
             error = ValueError(
                 f"wait: {len(late)} of {len(self._names)} arrays are not ready: {some(late)}"
             )
-            self._end_by(error)
+            self._fail(error)
             raise error
         self._finish(step, timeout)
         if not self._learned:
@@ -198,11 +198,11 @@ class Buckets:
         return self._places.results()
 
     @property
-    def under_way(self) -> bool:
+    def pending(self) -> bool:
         """Whether a step has begun that is not over, and has to be waited for."""
         return self._step is not None
 
-    def end_by(self, error: Exception) -> None:
+    def fail(self, error: Exception) -> None:
         """End the step by an error of this rank, as when an array cannot be written to its view.
 
         All ranks reduce the same buckets in the same order: where the next one would be reduced,
@@ -216,10 +216,10 @@ class Buckets:
         Raises:
             CollectiveTimeout, PeerFailure: another rank does not come.
         """
-        self._check_open("end_by")
-        self._end_by(error)
+        self._check_open("fail")
+        self._fail(error)
 
-    def take_back(self) -> None:
+    def restore_feedback(self) -> None:
         """Let residuals be as they were before the last step of `ready` and `wait`.
 
         Call it on all ranks when the results of that step are not used, as when the same arrays are
@@ -297,8 +297,8 @@ class Buckets:
 
         step.requests.append(self._progress.submit("buckets", run))
 
-    def _end_by(self, error: Exception, first: int = 0) -> None:
-        """As `end_by`, where `first` is the bucket whose turn it is; in a step that is known."""
+    def _fail(self, error: Exception, first: int = 0) -> None:
+        """As `fail`, where `first` is the bucket whose turn it is; in a step that is known."""
         step, self._step = self._step, None
         if step is not None:
             first = len(step.requests)

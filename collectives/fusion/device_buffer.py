@@ -62,7 +62,7 @@ def _device_id(array: DeviceArray) -> int:
 
 
 class DeviceBucketBuffer:
-    """Memory on one device, laid out as `Places` on the host; a `BucketMemory`.
+    """Memory on one device, laid out as `HostBucketBuffer` on the host; a `BucketBuffer`.
 
     Attributes:
         shown: the places, as arrays of the kinds that were asked for.

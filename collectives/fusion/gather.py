@@ -186,7 +186,7 @@ def grouped_allgather(
             ):
                 raise call.announce(error)
         results = _fused_gather(call, arrays, rows, tos, algorithm)
-    return [to.give_back(result) for to, result in zip(tos, results, strict=True)]
+    return [to.restore(result) for to, result in zip(tos, results, strict=True)]
 
 
 def _fused_gather(
@@ -297,7 +297,7 @@ def grouped_reduce_scatter(
         for x, to in pairs(call.operation, xs, out):
             loan = host_arrays.host_view(x, operation=call.operation)
             array = loan.host
-            rows = row_counts.split_counts(call, array, counts=None)
+            rows = row_counts.split_counts(call, array, None)
             kinds.append((array.dtype.name, array.shape))
             target, give_back = None, loan.restore
             if to is not None:

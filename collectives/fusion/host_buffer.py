@@ -80,7 +80,7 @@ class BucketBuffer(Protocol):
         """Return what callers get of the places."""
 
     def checked(self, operation: str, index: int, value: Any, name: str) -> Any:
-        """See an array of any kind as `fill` and `put` want it; errors as `check_fits`."""
+        """See an array of any kind as `pack` and `write` want it; errors as `check_fits`."""
 
     def pack(self, bucket: Bucket, arrays: Sequence[Any], scale: float) -> None:
         """Write the arrays of a bucket, of all arrays, to their places; None for zeros."""
@@ -99,7 +99,7 @@ class BucketBuffer(Protocol):
 
 
 class HostBucketBuffer:
-    """Memory on the host, laid out once, from the last array to the first; a `BucketMemory`.
+    """Memory on the host, laid out once, from the last array to the first; a `BucketBuffer`.
 
     Attributes:
         shown: the places, as arrays that users write to.

@@ -96,7 +96,7 @@ _KINDS: dict[str, tuple[Any, Any]] = {
 
 
 def make(symbol: str, kind: str) -> bytes:
-    """Return an object file with a function; arguments as `machine_code.address`."""
+    """Return an object file with a function; arguments as `machine_code.load`."""
     if kind == "stream":
         return compiling.python_code(_stream, symbol, arguments=3)
     return compiling.object_code(*_KINDS[kind], symbol)

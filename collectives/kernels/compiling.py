@@ -13,7 +13,7 @@ the wrong code without an error. This has happened: bfloat16 numbers were rounde
 Here there is no index. `collectives.kernels.code_cache` names a file by everything that a variant
 is made from, writes it under another name, renames it, and checks that it is complete. If several
 processes of a machine need a variant at the same time, one compiles it and the others load its file
-(`turn`).
+(`compile_lock`).
 
 The code of a function has a *symbol* by which other code finds it: the function's qualified name,
 the types of its arguments, and a number. numba counts 1, 2 ... in each process, so that files of
@@ -295,7 +295,7 @@ class _Cache(FunctionCache):
         found = self._load_overload(signature, context)  # type: ignore[no-untyped-call]
         if found is None and self._under_way:
             entry = self._files.entry(self._index_key(signature, context.codegen()))
-            self._under_way[-1].enter_context(compile_time.preparing())
+            self._under_way[-1].enter_context(compile_time.measure())
             self._under_way[-1].enter_context(compile_lock.wait_or_lead(entry.description))
             # Another process may have made it meanwhile.
             found = self._load_overload(signature, context)  # type: ignore[no-untyped-call]

@@ -105,7 +105,7 @@ class Residuals:
         return {part: x.copy() for (owner, part), x in self._arrays.items() if owner == name}
 
     def restore(self, name: str, kept: dict[str, Any]) -> None:
-        """Let a name have again what was `kept`, and nothing else."""
+        """Let a name have again what was `saved`, and nothing else."""
         others = {key: array for key, array in self._arrays.items() if key[0] != name}
         self._arrays = others | {(name, part): array for part, array in kept.items()}
 
@@ -149,7 +149,7 @@ class Codec:
     residuals: Residuals | None = None
 
     def acquire(self, count: int, dtype: np.dtype[Any]) -> None:
-        """Refuse an array that is not the one whose residuals are kept; see `Residuals.claim`."""
+        """Refuse an array that is not the one whose residuals are kept; see `Residuals.acquire`."""
         if self.residuals is not None:
             self.residuals.acquire(self.name, count, dtype)
 

@@ -1,8 +1,8 @@
 """Kernels of CUDA devices: 16-bit floats from 32- and 64-bit ones and back, arrays into buckets.
 
-The same numbers, bit for bit, as `collectives.kernels.half_loops` makes on the host. The text is C++,
-which CuPy compiles for the device at first use. It uses three names of CUDA, which reinterpret a
-float's bits as an integer and back, and instructions where the device's compiler runs.
+The same numbers, bit for bit, as `collectives.kernels.half_loops` makes on the host. The text is
+C++, which CuPy compiles for the device at first use. It uses three names of CUDA, which reinterpret
+a float's bits as an integer and back, and instructions where the device's compiler runs.
 
 A kernel reads every element once: 4 bytes in and 2 out for a float32, 4 more each way with a
 residual, which is as fast as the device's memory.
@@ -193,7 +193,7 @@ def narrow(
     divisor: int = 1,
     residual: DeviceBuffer | None = None,
 ) -> DeviceBuffer:
-    """Return a buffer's numbers, divided and rounded to 16 bits; as `convert.narrow`.
+    """Return a buffer's numbers, divided and rounded to 16 bits; as `half_loops.narrow`.
 
     Args:
         source: float32 or float64.

@@ -49,7 +49,7 @@ def _inline(function: Loop) -> Loop:
 
 
 def make(symbol: str, kind: str, *words: str) -> bytes:
-    """Return an object file with a loop; arguments as `machine_code.address`."""
+    """Return an object file with a loop; arguments as `machine_code.load`."""
     return compiling.object_code(loop(kind, *words), types.void(*[types.int64] * 4), symbol)
 
 
@@ -104,7 +104,7 @@ def _mean_of_two(dtype: np.dtype[Any]) -> Callable[..., Any]:
 
 
 def _both_halves(name: str, function: str) -> Loop:
-    """As `_both`, of 16-bit floats, each rounded once."""
+    """As `_binary`, of 16-bit floats, each rounded once."""
     widen, narrow = float16.CONVERSIONS[name]
     combined = _combined_as_float32(function)
 

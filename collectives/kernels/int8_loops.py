@@ -49,7 +49,7 @@ inlined = register_jitable(forceinline=True)
 
 
 def make(symbol: str, kind: str, *words: str) -> bytes:
-    """Return an object file with a loop; arguments as `machine_code.address`."""
+    """Return an object file with a loop; arguments as `machine_code.load`."""
     function, arguments = _KINDS[kind]
     signature = types.void(*[types.int64] * arguments)
     return compiling.object_code(function(*words), signature, symbol)

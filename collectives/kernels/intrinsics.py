@@ -17,9 +17,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 __all__ = [
-    "call_unary", "canonical_nan", "canonical_nans", "clock_gettime", "copy", "store_fence_full", "fence", "load",
-    "mpi_test", "on_stack", "call_binary", "pause", "pointer", "store_half_pair", "sched_yield",
-    "mpi_start", "store", "stream", "load_half_pair",
+    "call_binary", "call_unary", "canonical_nan", "canonical_nans", "clock_gettime", "copy",
+    "fence", "load", "load_half_pair", "mpi_start", "mpi_test", "on_stack", "pause", "pointer",
+    "sched_yield", "store", "store_fence_full", "store_half_pair", "stream",
 ]  # fmt: skip
 
 # From so many bytes on the C library copies by the processor's instruction for strings, `rep
@@ -77,7 +77,7 @@ def load_half_pair(typingctx: Any, array: Any, i: Any) -> Any:
 
 @intrinsic
 def store_half_pair(typingctx: Any, array: Any, i: Any, halves: Any) -> Any:
-    """Store elements 2 i and 2 i + 1, as `two_halves` returns them."""
+    """Store elements 2 i and 2 i + 1, as `load_half_pair` returns them."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first = builder.inttoptr(args[0], ir.IntType(32).as_pointer())

@@ -1,9 +1,9 @@
 """Loops over the elements of arrays, one for each dtype and op, compiled at first use.
 
-The rounds of the node engine (`collectives.node.reduce_kernels`) call them by address, tile by tile. A loop
-is `f(dest, source, n, size)`: addresses of two arrays of `n` elements that do not overlap, and the
-number of ranks, by which MEAN divides; or, to begin a sum, `f(dest, a, b, n)`. Arrays that overlap
-in no element make each loop simple enough to be vectorised.
+The rounds of the node engine (`collectives.node.reduce_kernels`) call them by address, tile by
+tile. A loop is `f(dest, source, n, size)`: addresses of two arrays of `n` elements that do not
+overlap, and the number of ranks, by which MEAN divides; or, to begin a sum, `f(dest, a, b, n)`.
+Arrays that overlap in no element make each loop simple enough to be vectorised.
 """
 
 from __future__ import annotations

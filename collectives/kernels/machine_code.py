@@ -60,7 +60,7 @@ def load(module: str, *words: str) -> int:
     name = (module, *words)
     with _lock:
         if name not in _addresses:
-            with compile_time.preparing():
+            with compile_time.measure():
                 _addresses[name] = _load(name)
         return _addresses[name]
 
@@ -73,7 +73,7 @@ def ensure(names: Sequence[tuple[str, ...]]) -> None:
     each has to load numba first.
 
     Args:
-        names: the arguments of `address`, of each function.
+        names: the arguments of `load`, of each function.
     """
     with _lock:
         missing = [name for name in names if name not in _addresses and name not in _made]
@@ -81,7 +81,7 @@ def ensure(names: Sequence[tuple[str, ...]]) -> None:
         # Of a single one: who loads it makes it.
         if len(codes) < 2 or not _makes_code(next(iter(codes.values())).where):
             return
-        with compile_time.preparing():
+        with compile_time.measure():
             for name, code in codes.items():
                 with compile_lock.wait_or_lead(code.described, 0.0) as is_first:
                     if is_first and code.read() is None:
@@ -104,7 +104,7 @@ def _makes_code(where: str) -> bool:
 
 
 def is_kept(module: str, *words: str) -> bool:
-    """Tell whether a file has a function; arguments as `address`."""
+    """Tell whether a file has a function; arguments as `load`."""
     return _Code((module, *words)).read() is not None
 
 
@@ -113,7 +113,7 @@ def function(module: str, *words: str, arguments: int = 1) -> Callable[..., int]
     """Return a function of so many arguments as a function of Python.
 
     It has been made by `compiling.python_code`, or as Python's own are in C. A call takes 0.09 us;
-    of numba's dispatcher 0.3, of ctypes 0.45. Other arguments as `address`.
+    of numba's dispatcher 0.3, of ctypes 0.45. Other arguments as `load`.
     """
     name = words[-1].encode()
     how = _ONE_ARGUMENT if arguments == 1 else _ARRAY_OF_ARGUMENTS

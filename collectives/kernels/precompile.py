@@ -25,7 +25,7 @@ import os, sys
 os.nice({nice})
 from collectives.kernels import machine_code
 for name in {names}:
-    machine_code.address(*name)
+    machine_code.load(*name)
 """
 
 
@@ -36,7 +36,7 @@ def compile_ahead(module: str, *kinds: str) -> subprocess.Popen[bytes] | None:
     Nobody waits for it. If it fails, the code is compiled where it is needed.
 
     Args:
-        module: as `machine_code.address`.
+        module: as `machine_code.load`.
         kinds: the only word of each function.
 
     Returns:

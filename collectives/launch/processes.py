@@ -132,7 +132,7 @@ def checked_ranks(comm: MPI.Comm | Sequence[int], operation: str = "init") -> li
 def sub_communicator(comm: MPI.Comm | Sequence[int]) -> MPI.Intracomm:
     """Return a communicator of the processes that are named, *collective* over these.
 
-    Args and errors as `members`; and a ValueError where this process is not among them.
+    Args and errors as `checked_ranks`; and a ValueError where this process is not among them.
     """
     from mpi4py import MPI
 

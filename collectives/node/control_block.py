@@ -1,8 +1,9 @@
 """The words of a call in shared memory: of its block, of the ranks' headers, of a rank's state.
 
 The ranks of a node share a segment (`collectives.node.segment`). In it each rank has a *header*,
-which only it writes, and two *slots* for its data. A kind of call (`collectives.node.reduce_kernels`) gets
-the address of a *block* of 64-bit integers: what it is about, and where it stands.
+which only it writes, and two *slots* for its data. A kind of call
+(`collectives.node.reduce_kernels`) gets the address of a *block* of 64-bit integers: what it is
+about, and where it stands.
 
 All calls of a communicator are cut into numbered *rounds*. A rank stores the number of a round in
 its word FILLED when its slot holds what others read, or will do so part by part, and in its word
@@ -27,24 +28,24 @@ SPINS, YIELDS = 7, 8  # polls that spin, and polls that yield, before a wait giv
 # The call's:
 HASH = 9  # of the call's description
 SEND, OUT = 10, 11  # addresses of the contribution and the result; may be equal
-COUNT = 12  # elements (one_shot, direct), bytes of the stream (publish, flow)
+COUNT = 12  # elements (one_shot, direct), bytes of the stream (copies: the two `_copy` kinds)
 BOUNDS = 13  # address of P + 1 offsets of the ranks' chunks (pipelined, direct, shared)
 TAKE = 14  # which results this rank wants (pipelined, direct): TAKE_NONE, TAKE_OWN or TAKE_ALL
-TABLE = 15  # address of rows: what this rank wants (publish, flow), the ranks' arrays (shared)
-ROWS = 16  # rows of the table (publish, flow)
-ROUNDS = 17  # of the call (flow)
+TABLE = 15  # address of rows: what this rank wants (copies), the ranks' arrays (shared)
+ROWS = 16  # rows of the table (copies)
+ROUNDS = 17  # of the call (pipelined_copy)
 WIDTH = 18  # bytes of an element
 FILL, START, ADD, SAVE = 19, 20, 21, 22  # addresses of the loops; 0 for a plain copy
 # Where the call stands; all 0 before it:
 PHASE, DONE_ROUNDS, FIRST = 23, 24, 25
 MISSING = 26  # the rank that is waited for, after WAITING
 EARLIER = 27  # address of the first of two parts that are combined
-AT = 28  # parts of the round that have been read (flow)
-# Bytes of the stream that nobody else wants: the first, and the one after the last (publish, flow).
+AT = 28  # parts of the round that have been read (pipelined_copy)
+# Bytes of the stream that nobody else wants: the first, and the one after the last (copies).
 KEPT, KEPT_TO = 29, 30
-LONGEST = 31  # bytes of the longest stream of all ranks, rounded up (flow)
-TAKEN = 32  # bytes of the result (flow)
-# What ranks may know differently without an error; 0: nothing. A hash (publish, flow), or where the
+LONGEST = 31  # bytes of the longest stream of all ranks, rounded up (pipelined_copy)
+TAKEN = 32  # bytes of the result (pipelined_copy)
+# What ranks may know differently without an error; 0: nothing. A hash (copies), or where the
 # result goes, IN_PLACE or ELSEWHERE (direct).
 DETAIL = 33
 UNLIKE = 34  # whether they did in the last call, in which nothing has moved then
@@ -111,7 +112,7 @@ FILLED, READY, HASHES = 0, 1, 2
 PARTS = 4  # parts of its stream that a rank has put into its slots, in all calls
 DETAILS = 5  # two words, as those of HASHES
 STORED = 7  # how the last part was stored: PLAIN or STREAMING
-TOOK = 16  # a table, by hashes: how long calls took by either way (`node.comparison`)
+TOOK = 16  # a table, by hashes: how long calls took by either way (`node.store_autotuner`)
 HEADER_BYTES = 384
 
 # Rows of that table, and words of a row: the hash, and ns by PLAIN and by STREAMING.

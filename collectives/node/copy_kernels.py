@@ -1,7 +1,8 @@
 """How bytes that stay as they are pass through the slots: published at once, or part by part.
 
-Both kinds of call meet as those of `collectives.node.reduce_kernels` do. What is short goes into a slot at
-once (`publish`). What is long is cut into rounds of a slot, these into parts of 32 KiB (`flow`):
+Both kinds of call meet as those of `collectives.node.reduce_kernels` do. What is short goes into a
+slot at once (`one_shot_copy`). What is long is cut into rounds of a slot, these into parts of 32
+KiB (`pipelined_copy`):
 
     the root of a broadcast      FILLED = k, part 0, PARTS, part 1, PARTS, ... wait for FILLED
     another rank                 FILLED = k, wait for PARTS, read part 0, ...  wait for FILLED
@@ -42,8 +43,8 @@ from collectives.node.synchronization import (
 
 __all__ = ["pipelined_copy", "one_shot_copy"]
 
-# A row of the table of `publish` and `flow`: whose stream, its first byte, the one after its last,
-# and where they go, counted from OUT.
+# A row of the table of `one_shot_copy` and `pipelined_copy`: whose stream, its first byte, the one
+# after its last, and where they go, counted from OUT.
 PEER, FROM, TO, DEST = 0, 1, 2, 3
 
 
@@ -163,7 +164,7 @@ def _copy_parts(block: Any, turn: int) -> bool:
 
 
 def pipelined_copy(address: int) -> int:
-    """As `publish`, for streams of many parts: each is read while the next is put."""
+    """As `one_shot_copy`, for streams of many parts: each is read while the next is put."""
     block = carray(pointer(address), w.WORDS, np.int64)
     if block[w.PHASE] == 0:
         publish_hash(block, next_round(block))  # [number] [hash]

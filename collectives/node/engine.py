@@ -106,7 +106,7 @@ def compile_ahead() -> None:
     """Let another process compile the kinds of calls that were never made on this machine."""
     # First what the first calls of most programs do not need.
     precompile.compile_ahead(
-        _ROUNDS, "pipelined", "direct", "shared", "flow", "publish", "one_shot"
+        _ROUNDS, "pipelined", "direct", "shared", "pipelined_copy", "one_shot_copy", "one_shot"
     )
 
 
@@ -175,7 +175,7 @@ class Engine:
         notes: memory of the notes, shape (size * NOTE_BYTES,), uint8.
         rank: this rank among them.
         size: how many there are.
-        driven: how many calls this rank has begun to `drive`.
+        driven: how many calls this rank has begun to `run`.
         shared: arrays that are reduced where they are.
         last_call: tells what a rank did last, for errors: "after allreduce #2 at train.py:5".
     """
@@ -359,7 +359,7 @@ class Engine:
         block[control_block.LONGEST] = (
             -(-longest // control_block.PART_BYTES) * control_block.PART_BYTES
         )
-        kind = "publish" if longest <= control_block.PART_BYTES else "flow"
+        kind = "one_shot_copy" if longest <= control_block.PART_BYTES else "pipelined_copy"
         block[control_block.TAKEN] = sum(stop - first for _, first, stop, _ in rows)
         return KernelCall(_kind(kind), block, (table,))
 

@@ -1,9 +1,10 @@
 """The rounds in which ranks of a node meet, compiled by numba at first use: fill, wait, combine.
 
 Each kind of call (`one_shot` ...) works until it is done or has waited for long; kinds that only
-move bytes are in `collectives.node.copy_kernels`. What happens to single elements is up to the loops of
-`collectives.kernels.loops`, whose addresses the block holds; so each kind is compiled once,
-whatever the dtype. Words, headers and slots are explained in `collectives.node.control_block`.
+move bytes are in `collectives.node.copy_kernels`. What happens to single elements is up to the
+loops of `collectives.kernels.loops`, whose addresses the block holds; so each kind is compiled
+once, whatever the dtype. Words, headers and slots are explained in
+`collectives.node.control_block`.
 
 Round k uses slot k mod 2 of every rank. In a round each rank
 
@@ -401,7 +402,7 @@ def shared(address: int) -> int:
 
 
 def make(symbol: str, kind: str) -> bytes:
-    """Return an object file with a kind of call; arguments as `machine_code.address`."""
+    """Return an object file with a kind of call; arguments as `machine_code.load`."""
     return compiling.python_code(_record_times(_KINDS[kind]), symbol, arguments=3)
 
 

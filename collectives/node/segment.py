@@ -1,10 +1,10 @@
 """Memory that the ranks of one node share.
 
-A segment is a file in a folder of its own in `/dev/shm` (`collectives.node.temporary_directories`), mode 0600,
-mapped by all ranks and unlinked as soon as all have mapped it: when the last rank ends, however it
-ends, nothing is left. A rank 0 that is killed before has its folder removed by the next that makes
-one. All pages are allocated at once, so that too little memory is an error here and not a SIGBUS
-later, each rank's part by itself, so that it lies in the memory of the rank's own socket.
+A segment is a file in a folder of its own in `/dev/shm` (`collectives.node.temporary_directories`),
+mode 0600, mapped by all ranks and unlinked as soon as all have mapped it: when the last rank ends,
+however it ends, nothing is left. A rank 0 that is killed before has its folder removed by the next
+that makes one. All pages are allocated at once, so that too little memory is an error here and not
+a SIGBUS later, each rank's part by itself, so that it lies in the memory of the rank's own socket.
 """
 
 from __future__ import annotations

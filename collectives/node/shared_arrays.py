@@ -107,7 +107,7 @@ class SharedArrays:
         return self.location_at(start, array.nbytes)
 
     def location_at(self, start: int, nbytes: int) -> SharedLocation | None:
-        """As `place_of` an array that begins at an address."""
+        """As `location_of_pair` an array that begins at an address."""
         for number, shared in self._all.items():
             offset = start - shared.bases[self._rank]
             fits = offset >= 0 and 0 < nbytes <= shared.stride - offset

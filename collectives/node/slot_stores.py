@@ -15,8 +15,8 @@ else has to know: each rank chooses for what it stores itself.
     us of an all-reduce of 1 MiB (Zen 3), plainly                   120               500
       past the caches                                               220               220
 
-Where a rank is it finds out itself (`collectives.node.core_probe`); what is better there all ranks find
-out together (`collectives.node.store_autotuner`).
+Where a rank is it finds out itself (`collectives.node.core_probe`); what is better there all ranks
+find out together (`collectives.node.store_autotuner`).
 """
 
 from __future__ import annotations
@@ -36,7 +36,7 @@ __all__ = ["write_slot", "publish_flag"]
 
 @njit
 def write_slot(block: Any, dest: int, source: int, nbytes: int) -> None:
-    """Copy bytes to where others read them; `tell` says that they are there."""
+    """Copy bytes to where others read them; `publish_flag` says that they are there."""
     own = state(block)
     if nbytes >= LEAST_TIMED and not own[w.FIXED]:
         if own[w.LEFT] <= 0:

@@ -2,7 +2,8 @@
 
 On all ranks the same ones, and the slowest rank decides, since who reads pays for how others have
 stored. On a machine whose host halves at times what its cores hand over, a line takes 150 ns then
-(`collectives.node.core_probe`), and yet the plain way is the better one, us plainly / past the caches:
+(`collectives.node.core_probe`), and yet the plain way is the better one, us plainly / past the
+caches:
 
                      64 KiB      256 KiB        1 MiB        4 MiB         16 MiB
     all-reduce    4.3 / 4.9  13.9 / 16.4  55.8 / 64.9  222 / 253  1009 / 1125

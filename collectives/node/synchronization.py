@@ -22,8 +22,8 @@ from collectives.kernels.intrinsics import (
 from collectives.node import control_block as w
 
 __all__ = [
-    "hashes_match", "details_match", "all_equal", "publish_hash", "begins", "end", "ends", "header", "next_round",
-    "now", "slot", "state", "wait", "wait_for",
+    "all_equal", "begins", "details_match", "end", "ends", "hashes_match", "header", "next_round",
+    "now", "publish_hash", "slot", "state", "wait", "wait_for",
 ]  # fmt: skip
 
 _MONOTONIC = 1

@@ -1,1 +1,1 @@
-"""From a call to an algorithm: what users call, checked, compared among the ranks, and recorded."""
+"""The collective operations that users call, and plans of them for repeated calls."""

@@ -120,8 +120,9 @@ def allgather(
 ) -> Any:
     """Join the arrays of all ranks along their first axis on every rank.
 
-    Arguments and errors as `gather`, without a root; algorithms are "auto", "node", "ring",
-    "halving" and "native".
+    Arguments and errors as `gather`, without a root.
+
+    Algorithms: "auto", "node", "ring", "halving" or "native".
 
     Returns:
         `out` or a new array of shape (sum of n, ...) in the order of the ranks, on all ranks.
@@ -179,7 +180,7 @@ def scatter(
     root: int = 0,
     *,
     out: Any = None,
-    splits: Splits | None = None,
+    counts: Splits | None = None,
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> Any:
@@ -190,7 +191,7 @@ def scatter(
         root: whose array.
         out: where to put the own rows; of their shape and the dtype of the root's `x`, as for
             `allreduce`. It may be the root's own part of `x`.
-        splits: on the root, the rows of every rank, which add up to n; even shares if None,
+        counts: on the root, the rows of every rank, which add up to n; even shares if None,
             the first `n % size` ranks getting one row more.
         algorithm: "auto", "node", "tree" or "native".
         timeout: seconds.
@@ -200,14 +201,14 @@ def scatter(
         array elsewhere.
 
     Raises:
-        ValueError: no such root; on the root, a scalar, or splits that do not add up; `out` does
+        ValueError: no such root; on the root, a scalar, or counts that do not add up; `out` does
             not fit. The other ranks get a `MismatchError`.
         CollectiveTimeout: as `allreduce`.
     """
     with begin_call(group, "scatter", timeout) as call:  # step 2
         call.check_root(root)
         loan = host_arrays.host_view(x, operation="scatter") if group.rank == root else None
-        rows = [] if loan is None else row_counts.split_counts(call, loan.host, splits=splits)
+        rows = [] if loan is None else row_counts.split_counts(call, loan.host, counts)
         call.describe(root=root, algorithm=algorithm)  # step 4
         # What only the root knows goes ahead: dtype, shape of a row, rows of every rank.
         facts = (
@@ -220,7 +221,7 @@ def scatter(
             to = (
                 host_arrays.ALLOCATE
                 if loan is None
-                else host_arrays.ALLOCATE._replace(give_back=loan.restore)
+                else host_arrays.ALLOCATE._replace(restore=loan.restore)
             )
         else:
             shape = (rows[group.rank], *row)
@@ -237,7 +238,7 @@ def alltoall(
     x: Numbers,
     *,
     out: None = None,
-    received: Literal[False] = False,
+    return_counts: Literal[False] = False,
     **options: Unpack[ScatterOptions],
 ) -> Array: ...
 @overload
@@ -246,7 +247,7 @@ def alltoall(
     x: Detachable[A],
     *,
     out: None = None,
-    received: Literal[False] = False,
+    return_counts: Literal[False] = False,
     **options: Unpack[ScatterOptions],
 ) -> A: ...
 @overload
@@ -255,7 +256,7 @@ def alltoall(
     x: A,
     *,
     out: None = None,
-    received: Literal[False] = False,
+    return_counts: Literal[False] = False,
     **options: Unpack[ScatterOptions],
 ) -> A: ...
 @overload
@@ -264,7 +265,7 @@ def alltoall(
     x: object,
     *,
     out: A,
-    received: Literal[False] = False,
+    return_counts: Literal[False] = False,
     **options: Unpack[ScatterOptions],
 ) -> A: ...
 @overload
@@ -273,7 +274,7 @@ def alltoall(
     x: object,
     *,
     out: Any = None,
-    received: Literal[True],
+    return_counts: Literal[True],
     **options: Unpack[ScatterOptions],
 ) -> tuple[Any, Array]: ...
 def alltoall(
@@ -281,8 +282,8 @@ def alltoall(
     x: Any,
     *,
     out: Any = None,
-    splits: Splits | None = None,
-    received: bool = False,
+    counts: Splits | None = None,
+    return_counts: bool = False,
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> Any:
@@ -291,18 +292,18 @@ def alltoall(
     Args:
         x: shape (n, ...); n may differ between ranks. The first rows go to rank 0, and so on.
         out: where to put the result; of its shape and the dtype of `x`, as for `allreduce`.
-        splits: the rows for every rank, which add up to n; even shares if None.
-        received: whether to tell how many rows have come from each rank.
+        counts: the rows for every rank, which add up to n; even shares if None.
+        return_counts: whether to return the number of rows from each rank, too.
         algorithm: "auto", "node", "rotation" or "native".
         timeout: seconds.
 
     Returns:
         `out` or a new array of shape (received rows, ...), of the kind of `x`, in the order of the
-        ranks that they came from. With `received` also a NumPy array of how many came from each,
-        shape (P,), int64: the `splits` that would send all rows back.
+        ranks that they came from. With `return_counts` also a NumPy array of the number of rows
+        from each, shape (P,), int64: the `counts` that would send all rows back.
 
     Raises:
-        ValueError: a scalar, splits that do not add up, or `out` does not fit; the other ranks get
+        ValueError: a scalar, counts that do not add up, or `out` does not fit; the other ranks get
             a `MismatchError`.
         MismatchError: the ranks' arrays differ in dtype or in the other dimensions; on all
             ranks.
@@ -314,10 +315,10 @@ def alltoall(
     with begin_call(group, "alltoall", timeout) as call:  # step 2
         loan = host_arrays.host_view(x, operation="alltoall")  # step 3
         array = loan.host
-        rows = row_counts.split_counts(call, array, splits=splits)
+        rows = row_counts.split_counts(call, array, counts)
         row = array.shape[1:]
         to = host_arrays.check_out_rows(out, row, array.dtype, loan, operation="alltoall")
         call.describe(dtype=array.dtype, row=row, algorithm=algorithm)  # step 4
-        joined, counts = gather_moves.alltoall(call, array, rows, algorithm, to)
+        joined, came = gather_moves.alltoall(call, array, rows, algorithm, to)
     result = to.restore(joined)
-    return (result, np.array(counts)) if received else result
+    return (result, np.array(came)) if return_counts else result

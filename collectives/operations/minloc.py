@@ -105,7 +105,7 @@ def reduce_scatter(
     """Give every rank its rows of them. The first operation is an all-reduce."""
     with begin_call(group, "reduce_scatter", how.timeout) as call:
         values, indices = _borrow_pair(call, x, None, how)
-        shares = row_counts.split_counts(call, values.host, counts=counts)
+        shares = row_counts.split_counts(call, values.host, counts)
         shape = (shares[group.rank], *values.host.shape[1:])
         outs = (None, None) if out is None else _pair(call, out, "out")
         values = _going_to(call, values, outs[0], shape)
@@ -147,7 +147,7 @@ def plan_reduce_scatter(
     with begin_call(group, "plan_reduce_scatter", how.timeout) as call:
         values, indices = (plan_buffers.pin(call, array) for array in _pair(call, x, "x"))
         lent = _borrow_pair(call, x, None, how)
-        shares = row_counts.split_counts(call, values, counts=counts)
+        shares = row_counts.split_counts(call, values, counts)
         shape = (shares[group.rank], *values.shape[1:])
         outs = (None, None) if out is None else _pair(call, out, "out")
         made = []

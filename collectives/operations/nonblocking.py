@@ -243,7 +243,7 @@ def nonblocking_twin(
             try:
                 ordered()  # after what this thread's streams still do for the arrays
             except Exception as error:  # of which the other ranks do not hear
-                private.failed(name, error)
+                private.mark_failed(name, error)
                 raise
             return operation(private, *args, **kwargs)
 

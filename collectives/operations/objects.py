@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import itertools
-import pickle
 from collections.abc import Sequence
 from typing import Any, TypeVar, cast
 
 import numpy as np
 
-from collectives.arrays.host_arrays import Array
-from collectives.calls import signature_check
+from collectives.calls import pickling, signature_check
 from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
 from collectives.operations import gather_moves
@@ -21,9 +19,7 @@ __all__ = [
     "broadcast_object",
     "from_root",
     "gather_object",
-    "pickled",
     "scatter_object",
-    "unpickled",
 ]
 
 T = TypeVar("T")
@@ -53,11 +49,11 @@ def allgather_object(group: Group, obj: T, *, timeout: float | None = None) -> l
     See `broadcast_object` about pickle.
     """
     with begin_call(group, "allgather_object", timeout) as call:
-        data = pickled(obj)
+        data = pickling.dumps(obj)
         call.describe()  # step 4 of docs/how-a-call-goes.md
         joined, lengths, _ = gather_moves.allgather(call, data)
     parts = zip(itertools.accumulate(lengths), lengths, strict=True)
-    return [unpickled(joined[end - length : end]) for end, length in parts]
+    return [pickling.loads(joined[end - length : end]) for end, length in parts]
 
 
 def gather_object(
@@ -74,14 +70,14 @@ def gather_object(
         ValueError: no such root.
     """
     with begin_call(group, "gather_object", timeout) as call:
-        data = pickled(obj)
+        data = pickling.dumps(obj)
         call.check_root(root)
         call.describe(root=root)  # step 4 of docs/how-a-call-goes.md
         joined, lengths, _ = gather_moves.gather(call, data, root)  # step 6
     if joined is None:
         return None
     parts = zip(itertools.accumulate(lengths), lengths, strict=True)
-    return [unpickled(joined[end - length : end]) for end, length in parts]
+    return [pickling.loads(joined[end - length : end]) for end, length in parts]
 
 
 def scatter_object(
@@ -117,18 +113,18 @@ def scatter_object(
                 f"scatter_object: expected an object for each of {group.size} ranks, got "
                 f"{None if objs is None else len(objs)}"
             )
-        parts = [pickled(obj) for obj in objs or ()] if own else []
+        parts = [pickling.dumps(obj) for obj in objs or ()] if own else []
         call.describe(root=root)  # step 4 of docs/how-a-call-goes.md
         lengths = from_root(call, [part.size for part in parts], root)  # step 6
         send = np.concatenate(parts) if own else None
         received = gather_moves.scatter(call, send, lengths, (), np.dtype(np.uint8), root)
-    return objs[root] if own and objs is not None else cast(T, unpickled(received))
+    return objs[root] if own and objs is not None else cast(T, pickling.loads(received))
 
 
 def from_root(call: Call, obj: Any, root: int) -> Any:
     """Return the root's object, by pickle; itself on the root. Part of a call that is described."""
     own = call.group.rank == root
-    data = pickled(obj) if own else np.empty(0, np.uint8)
+    data = pickling.dumps(obj) if own else np.empty(0, np.uint8)
     # The length, and as much of the object as travels with it.
     head = np.zeros(_HEAD_BYTES, np.uint8)
     length, begin = head[:8].view(np.int64), head[8:]
@@ -142,14 +138,4 @@ def from_root(call: Call, obj: Any, root: int) -> Any:
         if not own:
             data = np.empty(length[0], np.uint8)
         plans.broadcast_chunk(call, data, root)
-    return obj if own else unpickled(data)
-
-
-def pickled(obj: object) -> Array:
-    """Return an object as bytes: shape (n,), uint8."""
-    return np.frombuffer(bytearray(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)), np.uint8)
-
-
-def unpickled(data: Array) -> Any:
-    """Return the object that such bytes are."""
-    return pickle.loads(data.data)
+    return obj if own else pickling.loads(data)

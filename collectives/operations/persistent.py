@@ -217,7 +217,7 @@ def plan_reduce_scatter(
         array = plan_buffers.pin(call, x)
         scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
         way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
-        shares = row_counts.split_counts(call, array, counts=counts)
+        shares = row_counts.split_counts(call, array, counts)
         shape, target, give_back = (shares[group.rank], *array.shape[1:]), None, loan.restore
         if out is not None:
             target, give_back = host_arrays.check_out(

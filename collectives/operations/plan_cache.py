@@ -53,15 +53,15 @@ _NUMBERS = (bool, int, float, complex, list, tuple, np.generic)
 def run_cached(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
     """Make a call that is like an earlier one, by the plan of that one.
 
-    Args as the caller's. `out` may be `LATER`.
+    Args as the caller's. `out` may be `DEFERRED_OUT`.
 
     Returns:
-        Where the result is: `out`, or a new array; `LATER` if that was given and the plan makes
-        none. None where no plan is known, or something needs a closer look: nothing has happened
-        then.
+        Where the result is: `out`, or a new array; `DEFERRED_OUT` if that was given and the plan
+        makes none. None where no plan is known, or something needs a closer look: nothing has
+        happened then.
 
     Raises:
-        As `NodePlan.run`.
+        As `NodeCall.run`.
     """
     if type(x) is not np.ndarray:
         return _run_adapted(run_cached, group, key, x, out, timeout)
@@ -95,7 +95,7 @@ def _place(group: Group, x: Array) -> SharedLocation | None:
 
 
 def _by_addresses(group: Group, key: Key, x: Array, out: Any, timeout: float | None) -> Any:
-    """As `again`, for plans of any kind, and arrays that are only then known to share memory."""
+    """As `run_cached`, for plans of any kind; finds out here whether the arrays share memory."""
     try:
         readable, writable, _ = group.address_reader
         send: Any = readable(x)
@@ -125,7 +125,7 @@ def _by_addresses(group: Group, key: Key, x: Array, out: Any, timeout: float | N
 
 
 def run_cached_into(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
-    """As `again`, for a call whose result has another shape than `x`, and goes into `out`.
+    """As `run_cached`, for a call whose result has another shape than `x`, and goes into `out`.
 
     Either of them may be a part of the other one, in its place.
 
@@ -143,7 +143,7 @@ def run_cached_into(group: Group, key: Key, x: Any, out: Any, timeout: float | N
         target: Any = readable(out)
         fits = out.shape == plan.shape and out.dtype == x.dtype and out.flags.writeable
         apart = target - send >= x.nbytes or send - target >= out.nbytes
-        apart = apart or (plan.inside is not None and target + plan.inside == send)
+        apart = apart or (plan.input_offset is not None and target + plan.input_offset == send)
         if not (send and target and fits and apart and (timeout is None or timeout > 0)):
             return None
         if plan.by_messages:
@@ -159,7 +159,7 @@ class _Adapted(NamedTuple):
 
     Attributes:
         array: with its elements.
-        out: for the result: an array; None for a new one, or `LATER`.
+        out: for the result: an array; None for a new one, or `DEFERRED_OUT`.
         finish: makes of the result what the caller gets.
     """
 
@@ -171,7 +171,7 @@ class _Adapted(NamedTuple):
 def _run_adapted(
     find: Callable[..., Any], group: Group, key: Key, x: Any, out: Any, timeout: float | None
 ) -> Any:
-    """As `find`, which is `again` or `into`, for what is not an array of NumPy."""
+    """As `find`, which is `run_cached` or `run_cached_into`, for what is not an array of NumPy."""
     try:
         seen = _adapt(group, key, x, out)
     except _NOT_ADAPTED:

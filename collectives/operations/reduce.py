@@ -196,8 +196,9 @@ def reduce(
 ) -> Any:
     """Reduce the arrays of all ranks, and give the result to one.
 
-    Arguments and errors as `allreduce`; `out` is used on the root only, and algorithms are
-    "auto", "node", "tree", "double_tree" and "native".
+    Arguments and errors as `allreduce`; `out` is used on the root only.
+
+    Algorithms: "auto", "node", "tree", "double_tree" or "native".
 
     Returns:
         On the root `out` or a new array of the shape and dtype of `x`, elsewhere None.
@@ -207,7 +208,7 @@ def reduce(
     """
     own = group.rank == root
     key = ("reduce", op, algorithm, root, prescale, postscale)
-    # An array of NumPy stands for no result at less cost than `LATER`.
+    # An array of NumPy stands for no result at less cost than `DEFERRED_OUT`.
     to = out if own else (x if type(x) is np.ndarray else plan_cache.DEFERRED_OUT)
     known = plan_cache.run_cached(group, key, x, to, timeout)  # step 1
     if known is not None:
@@ -305,7 +306,7 @@ def reduce_scatter(
         array = loan.host
         scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
         way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
-        shares = row_counts.split_counts(call, array, counts=counts)
+        shares = row_counts.split_counts(call, array, counts)
         shape = (shares[group.rank], *array.shape[1:])
         target, give_back = None, loan.restore
         if out is not None:

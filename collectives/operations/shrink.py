@@ -15,7 +15,7 @@ from collectives.operations.reduce import allreduce
 from collectives.p2p.endpoint import P2PEndpoint
 from collectives.transport.transport import Deadline
 
-__all__ = ["agreed", "shrink"]
+__all__ = ["agree", "shrink"]
 
 G = TypeVar("G", bound=Group)
 
@@ -76,7 +76,7 @@ def shrink(group: G, *, timeout: float | None = None) -> G:
     return type(group)(transport, leaders, group.settings, f"{group.recorder.name}.shrunk")
 
 
-def agreed(group: Group, flag: bool, *, timeout: float | None = None) -> bool:
+def agree(group: Group, flag: bool, *, timeout: float | None = None) -> bool:
     """Tell whether all ranks say yes, and none has died; the same answer on all that live.
 
     *Collective* over these. For what must not be done by some and left undone by others, such as to
@@ -99,19 +99,19 @@ def agreed(group: Group, flag: bool, *, timeout: float | None = None) -> bool:
 
     Example:
         >>> import collectives as cc
-        >>> cc.init().agreed(True)
+        >>> cc.init().agree(True)
         True
     """
     if not is_fault_tolerant() or group.size == 1:
         return bool(allreduce(group, int(flag), op=MIN, timeout=timeout))
     limit = group.settings.timeout if timeout is None else timeout
     warn_after = group.settings.stall_warning if limit < math.inf else limit
-    deadline = Deadline("agreed", limit, warn_after)
-    record = group.begin("agreed", ours=2)
+    deadline = Deadline("agree", limit, warn_after)
+    record = group.begin("agree", ours=2)
     try:
         answer = group.transport.agree(flag and group.unusable is None, deadline)
     except BaseException as error:
-        group.mark_failed("agreed", error)
+        group.mark_failed("agree", error)
         group.end(record, error)
         raise
     group.end(record, None)

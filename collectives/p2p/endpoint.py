@@ -193,7 +193,7 @@ class P2PEndpoint:
             raise
 
     def close(self) -> None:
-        """End what is under way; harmless when repeated. See `Lane.close`."""
+        """End what is under way; harmless when repeated. See `ProgressEngine.close`."""
         self._lane.close()
 
 

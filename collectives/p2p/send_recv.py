@@ -10,10 +10,10 @@ from typing import Any, overload
 
 from collectives.arrays import host_arrays, streams
 from collectives.arrays.host_arrays import Array
+from collectives.calls import pickling
 from collectives.calls.group import Group
 from collectives.calls.overloads import A
 from collectives.calls.requests import Request
-from collectives.operations import objects
 from collectives.p2p.endpoint import P2PEndpoint
 from collectives.transport.header import OBJECT, Envelope
 
@@ -291,7 +291,7 @@ def send_object(
     """
     direct = group.state_of(P2PEndpoint)
     with direct.enter("send_object", timeout, tag, dest=dest) as deadline:
-        direct.send(objects.pickled(obj), dest, tag, deadline, OBJECT)
+        direct.send(pickling.dumps(obj), dest, tag, deadline, OBJECT)
 
 
 def recv_object(
@@ -321,4 +321,4 @@ def recv_object(
     direct = group.state_of(P2PEndpoint)
     with direct.enter("recv_object", timeout, tag, source=source) as deadline:
         data = direct.recv(source, tag, deadline, kind=OBJECT)
-    return objects.unpickled(data)
+    return pickling.loads(data)

@@ -34,7 +34,7 @@ class GatherPlan:
     Attributes:
         rows: how many each rank has brought in the last call.
         shape: of the last result.
-        inside: after how many bytes of it this rank's array lies in it.
+        input_offset: after how many bytes of it this rank's array lies in it.
     """
 
     by_messages = False
@@ -71,12 +71,14 @@ class GatherPlan:
         if not self._takes:
             self._move.first(call, flat)
             return None
-        result, joined = host_arrays.output(out.target, self.shape, self._dtype, flat, self.inside)
+        result, joined = host_arrays.output(
+            out.target, self.shape, self._dtype, flat, self.input_offset
+        )
         self._move.first(call, flat, joined)
         return host_arrays.copy_to(joined, result)
 
     def run(self, send: int, out: int, timeout: float | None) -> Array | None:
-        """Make the call once more, whatever the other ranks bring; as `NodePlan.run`.
+        """Make the call once more, whatever the other ranks bring; as `NodeCall.run`.
 
         Args:
             send: address of this rank's array.
@@ -124,13 +126,13 @@ class GatherPlan:
     def _is_free(self, send: int, out: int) -> bool:
         """Whether a result may grow where it shall lie while the array is read."""
         before, after = out - send, send - out
-        return after == self.inside or before >= self._own_bytes or after >= self._nbytes
+        return after == self.input_offset or before >= self._own_bytes or after >= self._nbytes
 
     def _note(self, rows: list[int]) -> None:
         """Note how many rows each rank brings, and what follows."""
         self.rows = rows
         self.shape = (sum(rows), *self._row)
-        self.inside = self._row_bytes * sum(rows[: self._group.rank])
+        self.input_offset = self._row_bytes * sum(rows[: self._group.rank])
         self._nbytes = self._row_bytes * sum(rows)
 
     def _look(self) -> Exception | None:

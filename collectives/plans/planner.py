@@ -2,8 +2,8 @@
 
 What a call needs follows from its operation, op, dtype, shape, root and algorithm, its *key*. The
 first call looks at its arguments, describes itself, makes a plan of what it found
-(`collectives.plans.prepared_calls`), and runs that; the group keeps it. Later calls find it by the key
-(`collectives.operations.plan_cache`), and run it. At most 256 are kept, without arrays.
+(`collectives.plans.prepared_calls`), and runs that; the group keeps it. Later calls find it by the
+key (`collectives.operations.plan_cache`), and run it. At most 256 are kept, without arrays.
 """
 
 from __future__ import annotations
@@ -117,7 +117,7 @@ class CompositePlan(NamedTuple):
 
     Attributes:
         group: the ranks.
-        run: makes the call, with flat arrays; as `MessagePlan.run`.
+        run: makes the call, with flat arrays; as `MessageCall.run`.
     """
 
     group: Group

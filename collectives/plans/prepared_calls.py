@@ -2,9 +2,9 @@
 
 | plan | ranks meet | what is kept |
 | --- | --- | --- |
-| `NodePlan` | in shared memory | description and its hash, kernel, loops, bounds and tables |
-| `LetterPlan` | by small messages of compiled code | description and its hash, kernel, loops |
-| `MessagePlan` | by messages | description, and the function that moves the arrays |
+| `NodeCall` | in shared memory | description and its hash, kernel, loops, bounds and tables |
+| `EagerCall` | by small messages of compiled code | description and its hash, kernel, loops |
+| `MessageCall` | by messages | description, and the function that moves the arrays |
 
 A call that makes a plan and one that has found it meet in the same rounds, or messages, and compare
 the same hashes, so that it does not matter which ranks found one.
@@ -158,7 +158,7 @@ class NodeCall(_AddressCall):
     def run(
         self, send: int, out: int, timeout: float | None, then: Callable[[], None] | None = None
     ) -> None:
-        """As for all plans; `then` does what is left where nothing has moved (`unlike`)."""
+        """As for all plans; `then` does what is left where nothing has moved (`is_mismatch`)."""
         if self.group.listener is not self.group.status:  # who wants more than a kernel tells
             super().run(send, out, timeout, then)
             return
@@ -184,7 +184,7 @@ class NodeCall(_AddressCall):
         Args:
             timeout: seconds, None for the setting.
             ours: callers that are no user's: this method, `again`, and the operation.
-            then: does the rest of the call if nothing has moved (`unlike`).
+            then: does the rest of the call if nothing has moved (`is_mismatch`).
         """
         group, operation = self.group, self.operation
         record = None
@@ -217,7 +217,7 @@ class NodeCall(_AddressCall):
         self._words[OUT] = 0 if out is None else address(out) - self._before
 
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
-        """Carry out the call that has made the plan; raises what `Call.met` does."""
+        """Carry out the call that has made the plan; raises what `Call.checked` does."""
         self.bind(send, out)
         call.drive(self._work)
 
@@ -246,23 +246,23 @@ class EagerCall(_AddressCall):
 
     Args:
         call: that makes it, and has been described.
-        letters: by which it goes.
+        exchange: that sends it.
         block: of its kernel.
     """
 
-    def __init__(self, call: Call, letters: EagerExchange, block: EagerBlock) -> None:
+    def __init__(self, call: Call, exchange: EagerExchange, block: EagerBlock) -> None:
         super().__init__(call)
         self.fields.pop(signature.NUMBER, None)  # of which every call has its own
-        self._letters = letters
-        self._kernel = letters.kernel
+        self._exchange = exchange
+        self._kernel = exchange.kernel
         self._block = block
         self._words = block.words.data
         self._digest = signature.hash_of({"operation": self.operation, **self.fields})
 
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
-        """Carry out the call that has made the plan; raises what `Call.met` does."""
+        """Carry out the call that has made the plan; raises what `Call.checked` does."""
         self._fill(*(0 if array is None else address(array) for array in (send, out)))
-        call.exchange_eager(self._letters, self._block)
+        call.exchange_eager(self._exchange, self._block)
 
     def meet(self, send: int, out: int, timeout: float | None) -> None:
         """Call the kernel until it is done; arguments and errors as `run`."""
@@ -270,7 +270,7 @@ class EagerCall(_AddressCall):
         if status := self._kernel(self._block.address):
             group = self.group
             deadline = group.deadline(self.operation, timeout)
-            if not self._letters.run(self._block, status, deadline):
+            if not self._exchange.run(self._block, status, deadline):
                 call = {**self._description, signature.NUMBER: group.call_number}
                 signature.raise_mismatch(group.transport, call, deadline)
 
@@ -291,7 +291,7 @@ class MessageCall:
 
     by_messages = True
     arrays = 0
-    inside = None  # nowhere: see `NodePlan.inside`
+    input_offset = None  # nowhere: see `NodeCall.input_offset`
 
     def __init__(
         self, call: Call, move: Callable[..., None], shape: tuple[int, ...] | None = None
@@ -308,7 +308,7 @@ class MessageCall:
         self._move(call, send, out)
 
     def run(self, send: Array | None, out: Array | None, timeout: float | None) -> None:
-        """Make the call once more, with flat arrays; errors as `NodePlan.run`."""
+        """Make the call once more, with flat arrays; errors as `NodeCall.run`."""
         with begin_call(self.group, self.operation, timeout) as call:
             call.describe(**self._fields)
             self._move(call, send, out)

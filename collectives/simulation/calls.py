@@ -42,7 +42,7 @@ def seconds(
         cluster: the ranks.
         eager: bytes of the longest message that does not ask its receiver first.
         within: real seconds that it may take.
-        progress: as for `Clock.run`.
+        progress: as for `EventClock.run`.
 
     Raises:
         Stopped: it takes longer than that.
@@ -63,8 +63,8 @@ def simulate_sequence(
 ) -> float:
     """Return how long the comparison of a call takes with which so many bytes travel.
 
-    The letters of a real job are exchanged by compiled code that calls MPI (`algorithms.letters`),
-    for which there is none here; the same schedule goes, with what letters cost.
+    The eager messages of a real job are sent by compiled code that calls MPI (`algorithms.eager`),
+    for which there is none here; the same schedule goes, at the cost of eager messages.
 
     Args:
         nbytes: of the contribution; 0 for the comparison alone.
@@ -99,7 +99,7 @@ def simulate_check(
         cluster: the ranks.
         by_nodes: as for `together`.
         calls: how many.
-        python: seconds of each rank's program for the algorithm, besides its messages (`instant`).
+        python: seconds of each rank's program for the algorithm, besides its messages (`overhead`).
 
     Raises:
         As `seconds`.
@@ -148,20 +148,20 @@ def _comparison(
     combining = cluster.layout.combined(nbytes)
 
     def call(over: RankContext) -> None:
-        access = over.letters()
+        access = over.eager()
         deadline = Deadline("comparison", NEVER)
         rank = access.transport.simulated
 
         def combine(ours: object, theirs: object) -> None:
             rank.advance(combining)
 
-        def between(network: Transport, letter: Any) -> None:
-            recursive_doubling.allgather_combine(network, letter, combine, deadline)
+        def between(network: Transport, message: Any) -> None:
+            recursive_doubling.allgather_combine(network, message, combine, deadline)
 
         if by_nodes:
             assert access.levels is not None
-            letter = np.empty(length, np.uint8)
-            hierarchical.allreduce_custom(access.levels, letter, combine, between, deadline)
+            message = np.empty(length, np.uint8)
+            hierarchical.allreduce_custom(access.levels, message, combine, between, deadline)
         else:
             between(access.transport, access.memory.empty(length, np.dtype(np.uint8)))
 

@@ -13,18 +13,18 @@ from collectives.simulation.cpu_scheduler import WaitingRank, WaitKinds
 __all__ = ["SimulatedCluster", "check_spread"]
 
 # How ranks wait that share the cores of an AMD EPYC (`benchmarks/shared_host.py`): 200 polls take
-# 79 to 82 us from Python and 59 in letters, 2,000 pauses of the node engine 46; a look takes 3.3 to
-# 4.9 us among 2 to 8 ranks of a core. A rank goes on 8 us after it has the core back with two on
-# it, and 36 with eight. 20 between them, and what letters and the engine take there, fit
-# all-reduces of 4 to 16 ranks on two cores (`benchmarks/model.py`).
+# 79 to 82 us from Python and 59 in eager messages, 2,000 pauses of the node engine 46; a look
+# takes 3.3 to 4.9 us among 2 to 8 ranks of a core. A rank goes on 8 us after it has the core back
+# with two on it, and 36 with eight. 20 between them, and what eager messages and the engine take
+# there, fit all-reduces of 4 to 16 ranks on two cores (`benchmarks/model.py`).
 POLLING = WaitKinds(
     python=WaitingRank(polls=8e-5, look=4e-6, resume=8e-6),
-    letters=WaitingRank(polls=6e-5, look=4e-6, resume=4e-6),
+    eager=WaitingRank(polls=6e-5, look=4e-6, resume=4e-6),
     engine=WaitingRank(polls=4.6e-5, look=4e-6, resume=1.2e-5),
 )
 YIELDING = WaitKinds(
     python=WaitingRank(polls=0.0, look=4e-6, resume=2e-5),
-    letters=WaitingRank(polls=0.0, look=4e-6, resume=1.2e-5),
+    eager=WaitingRank(polls=0.0, look=4e-6, resume=1.2e-5),
     engine=WaitingRank(polls=4.6e-5, look=4e-6, resume=2.5e-5),
 )
 

@@ -1,7 +1,7 @@
 """Cores that ranks share, where there are more ranks than cores.
 
 A rank holds a core while it runs, and for a while longer when it waits: it polls before it gives
-the core away (`transport.waiting`). What it waits for finds it at once as long as it polls. After
+the core away (`transport.backoff`). What it waits for finds it at once as long as it polls. After
 that it has the core back in turns with the others, for a look each, and goes on in the order in
 which ranks became ready.
 """
@@ -34,7 +34,7 @@ class WaitKinds(NamedTuple):
     """How ranks wait for messages from Python, for those of compiled code, and in their node."""
 
     python: WaitingRank
-    letters: WaitingRank
+    eager: WaitingRank
     engine: WaitingRank
 
 

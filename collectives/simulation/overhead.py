@@ -27,7 +27,7 @@ _CALLS = 30
 _OVER = CompletedWait("nothing", (), has_come=True)
 
 
-class NullTransport(Transport):
+class _NullTransport(Transport):
     """Messages of one rank that are over as soon as they have begun."""
 
     def __init__(self, rank: int, size: int) -> None:
@@ -65,9 +65,9 @@ def seconds(algorithm: str, layout: RankLayout, leaders: Sequence[int]) -> list[
     data = np.zeros(8 * layout.size, np.float32)
     found = []
     for rank in range(layout.size):
-        over: object = NullTransport(rank, layout.size)
+        over: object = _NullTransport(rank, layout.size)
         if algorithm == "hierarchical":
-            over = hierarchical.levels(NullTransport(rank, layout.size), leaders, layout.machine)
+            over = hierarchical.levels(_NullTransport(rank, layout.size), leaders, layout.machine)
         times = []
         for _ in range(_CALLS):
             began = time.perf_counter()

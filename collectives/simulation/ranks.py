@@ -26,13 +26,13 @@ class RankContext(NamedTuple):
         levels: nodes and rails, with the engine's seconds inside the nodes; None where there are
             not several nodes with several ranks on some.
         memory: where its buffers are.
-        letters: returns the same ranks with messages as cheap as those of compiled code.
+        eager: returns the same ranks with messages as cheap as those of compiled code.
     """
 
     transport: SimulatedTransport
     levels: Levels | None
     memory: SimulatedMemory
-    letters: Callable[[], RankContext]
+    eager: Callable[[], RankContext]
 
 
 class RankResult(NamedTuple):
@@ -68,13 +68,13 @@ def run(
         payload: whether messages and buffers have contents; without, only their lengths count.
         eager: bytes of the longest message that does not ask its receiver first; -1 if all do.
         within: real seconds that it may take.
-        progress: as for `Clock.run`.
+        progress: as for `EventClock.run`.
 
     Returns:
         In rank order.
 
     Raises:
-        Stopped: as `Clock.run`.
+        Stopped: as `EventClock.run`.
         ImportError: greenlet is not installed.
     """
     clock = EventClock(cluster)
@@ -82,7 +82,7 @@ def run(
     compiled = cluster.layout.compiled().machine
     networks = [
         SimulatedFabric(clock, machine, waiting, payload=payload, eager=eager)
-        for machine, waiting in ((cluster.machine, waits.python), (compiled, waits.letters))
+        for machine, waiting in ((cluster.machine, waits.python), (compiled, waits.eager))
     ]
     gamma = cluster.layout.combined(1.0)
     several = cluster.layout.is_hierarchical

@@ -71,7 +71,7 @@ class BenchOptions:
     Args:
         operation: one of `OPERATIONS`.
         sizes: bytes of the whole array, one row each.
-        dtype: one of `reference.DTYPES`.
+        dtype: one of `oracle.DTYPES`.
         peers: some of `PEERS`.
         algorithm: as the operation's argument.
         through: "call", or for an allreduce "plan" or "shared" (a plan in shared memory).

@@ -1,7 +1,7 @@
 """`python -m collectives errors`: what an error means and what to do, from the page about errors.
 
-The page, `docs/errors.md`, is `collectives/core/errors.md`, too: a link in a checkout, a file where the
-package is installed.
+The page, `docs/errors.md`, is `collectives/errors.md`, too: a link in a checkout, a file where
+the package is installed.
 """
 
 from __future__ import annotations

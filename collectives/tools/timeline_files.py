@@ -1,10 +1,10 @@
 """What the timelines of ranks say, read from their files, and by which clock.
 
-The files (`collectives.tracing.timeline`) have times of their nodes' clocks, and comparisons of these with
-rank 0's (`collectives.operations.timeline_control`). One comparison gives what to add, two of them also
-how fast one clock goes by the other. A job that was killed has only the first. So its last calls
-have to serve: no rank leaves an all-reduce before the last one has entered, and a clock by which
-one did is wrong by as much.
+The files (`collectives.tracing.timeline`) have times of their nodes' clocks, and comparisons of
+these with rank 0's (`collectives.operations.timeline_control`). One comparison gives what to add,
+two of them also how fast one clock goes by the other. A job that was killed has only the first. So
+its last calls have to serve: no rank leaves an all-reduce before the last one has entered, and a
+clock by which one did is wrong by as much.
 """
 
 from __future__ import annotations

@@ -15,8 +15,8 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 __all__ = [
-    "CallOrigin", "Site", "call_site", "calls_from", "calls_from_here", "attributed", "current_origin",
-    "other_thread_in", "user_frame",
+    "CallOrigin", "Site", "attributed", "call_site", "calls_from", "calls_from_here",
+    "current_origin", "other_thread_in", "user_frame",
 ]  # fmt: skip
 
 # Frames of these modules are ours; the first one outside is where the user called.

@@ -121,7 +121,7 @@ class Track:
     def begin(
         self, subject: object, kind: str, name: str, began: int, describe: Describe = _say_nothing
     ) -> Span:
-        """Begin something; arguments as of `Stretch`."""
+        """Begin something; arguments as of `Span`."""
         opened = Span(subject, kind, name, began, describe)
         self.open.append(opened)
         return opened

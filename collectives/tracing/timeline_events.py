@@ -7,9 +7,9 @@
 | `reduce` | it combined what the ranks brought |
 | `network` | it waited for messages, of its node or of another one |
 
-In shared memory the compiled rounds note the time (`collectives.node.synchronization`), so that a part has
-no gap to the next. By messages the waits are noted; what lies between two of them is combining in a
-reduction, and copying elsewhere. Parts of less than 1 us are only counted.
+In shared memory the compiled rounds note the time (`collectives.node.synchronization`), so that a
+part has no gap to the next. By messages the waits are noted; what lies between two of them is
+combining in a reduction, and copying elsewhere. Parts of less than 1 us are only counted.
 
 Every call has a `key`, equal on all ranks that make it: its first round where all meet in shared
 memory, else its number.
@@ -229,7 +229,7 @@ class CallTracer:
             fields["from"] = self._members.world[given["source"]]
         is_of_two = "source" in fields or "dest" in fields
         if not is_of_two and fields.get("algorithm", "auto") == "auto":
-            usual = "node" if self._in_memory else "letters"
+            usual = "node" if self._in_memory else "eager"
             fields["algorithm"] = call.algorithm or usual
         fields["where"] = "near" if self._members.is_on_one_node else "far"
         fields["group"] = self._name

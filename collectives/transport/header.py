@@ -36,8 +36,8 @@ _KINDS = (ARRAY, OBJECT)
 
 # Elements, and a long dtype, up to so many bytes travel in the head: their copies cost less than a
 # message of its own. With the head no more than what every MPI sends without asking first
-# (`compare.LETTER_BYTES`): a rank that finds a head takes it at once, and must not wait for its
-# sender.
+# (`signature_check.MESSAGE_BYTES`): a rank that finds a head takes it at once, and must not wait
+# for its sender.
 _SHORT = 3 << 10
 
 

@@ -65,8 +65,8 @@ def create(directory: str = "/dev/shm") -> str:
     """Make the file for the ranks of one node, and return its path.
 
     One rank does this, in a folder that goes away even if its maker is killed
-    (`collectives.node.temporary_directories`), and tells the others; when all have constructed their `Liveness`,
-    it removes the folder.
+    (`collectives.node.temporary_directories`), and tells the others; when all have constructed
+    their `Liveness`, it removes the folder.
     """
     file, path = tempfile.mkstemp(prefix=f"unisono-{os.getpid()}-liveness-", dir=directory)
     os.close(file)

@@ -51,7 +51,7 @@ class Mailbox(RankSet, ABC):
 
     @abstractmethod
     def dead(self) -> frozenset[int]:
-        """Return the ranks that are known to have died, which is noticed by `collect`."""
+        """Return the ranks that are known to have died, which is noticed by `poll`."""
 
     @abstractmethod
     def close(self, *, all_together: bool) -> None:

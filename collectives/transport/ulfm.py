@@ -100,7 +100,7 @@ def rendezvous(
         ranks: the group, as errors name it.
         comm: of these ranks; a rank that has revoked it comes to its last meeting only.
         numbers: of its ranks in the world.
-        key: of the communicator (`whereabouts.next_key`).
+        key: of the communicator (`failure_detector.next_key`).
         deadline: the limit.
         number: of the meeting, of those that a communicator has; its last one is number 0, and
             who has come to that one will come to no other.
@@ -235,7 +235,7 @@ def _forget_failed_creation() -> None:
     MPI.COMM_SELF.Dup().Free()
 
 
-# Called before what `whereabouts` registers, which waits in a world of all processes.
+# Called before what `failure_detector` registers, which waits in a world of all processes.
 @atexit.register
 def _meet_at_end() -> None:
     """Wait until those with which this process has gone on have ended their programs, or died."""

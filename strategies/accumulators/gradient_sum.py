@@ -96,7 +96,7 @@ class GradientSum:
 
     @property
     def form(self) -> tuple[str, tuple[int | None, ...]]:
-        """What all of them have in common, see `form_of`."""
+        """What all of them have in common, see `format_of`."""
         return format_of(self._total)
 
     def add(self, gradient: Array | Rows, weight: float = 1) -> None:

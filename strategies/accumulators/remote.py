@@ -90,7 +90,7 @@ def _pack(gradients: Sequence[Gradient]) -> list[Any]:
 
 
 def _unpack(values: Sequence[Any]) -> list[Gradient]:
-    """Undo `_packed`.
+    """Undo `_pack`.
 
     Raises:
         DataLossError: these are not gradients.

@@ -4,7 +4,7 @@ One step is two exchanges. The first is small and precedes the gradients: it fin
 refuses, whether parameters have changed, whether the settings of the optimizers are equal, how many
 examples there are, and which ranks have a gradient for which parameter, dense or sparse. The second
 reduces the gradients: dense ones in buckets, which are planned once, sparse ones row by row. With
-`overlap` the second runs during the backward pass; `expect` also lets the first step overlap.
+`overlap` the second runs during the backward pass; `prepare` also lets the first step overlap.
 Without it, gradients may be written to their `places` before the step.
 """
 
@@ -87,7 +87,7 @@ class Averaging:
         self._compared: set[ParameterKey] = set()
         self._given: Sequence[ParameterSpec] = ()
         self._leaves: list[ParameterSpec] = []
-        self._specs: list[ParameterKey] = []
+        self._keys: list[ParameterKey] = []
         self._exchange = StepExchange(comm)
         self._bucketed = GradientBuckets(comm, self._op, rule.compression)
         self._steps = 0
@@ -98,7 +98,7 @@ class Averaging:
 
     @property
     def places(self) -> dict[int, Any]:
-        """The tensors of buckets in host memory, by their leaves; see `Bucketed`."""
+        """The tensors of buckets in host memory, by their leaves; see `GradientBuckets`."""
         return self._bucketed.places
 
     def prepare(self, leaves: Sequence[ParameterSpec], trained: Collection[int]) -> None:
@@ -273,15 +273,15 @@ class Averaging:
         settings: npt.NDArray[np.float64],
     ) -> StepHeader:
         """Make the first exchange."""
-        changed = leaves is not self._given and self._specs != [leaf.key for leaf in leaves]
+        changed = leaves is not self._given and self._keys != [leaf.key for leaf in leaves]
         return self._exchange(
             contribution, steps=self._steps, retry=retry, changed=changed, settings=settings
         )
 
     def _check_parameters(self, leaves: Sequence[ParameterSpec]) -> bool:
         """Compare the parameters of all ranks, and make room for them; tells if any are new."""
-        specs = [leaf.key for leaf in leaves]
-        new = set(specs) - self._compared
+        keys = [leaf.key for leaf in leaves]
+        new = set(keys) - self._compared
         compared = new if self._compares else set()
 
         def facts() -> list[Fingerprint]:
@@ -289,10 +289,10 @@ class Averaging:
             return own + [leaf.fingerprint(leaf.key in compared) for leaf in leaves]
 
         consistency.compare(self.comm, OPERATION, facts)
-        if specs != [leaf.key for leaf in self._leaves]:
+        if keys != [leaf.key for leaf in self._leaves]:
             self.close()
         self._exchange = StepExchange(self.comm, len(leaves))
-        self._given, self._leaves, self._specs = leaves, list(leaves), specs
+        self._given, self._leaves, self._keys = leaves, list(leaves), keys
         self._compared |= new
         return bool(new)
 

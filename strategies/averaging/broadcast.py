@@ -16,11 +16,11 @@ from strategies.core.array_ops import dtype_name, is_array
 from strategies.core.pytree import (
     WHOLE,
     extra_states,
+    flatten_registered,
     is_module,
     is_pair,
     map_leaves,
     named_leaves,
-    registered,
     state_dict_of,
     value_of,
 )
@@ -211,7 +211,7 @@ def _rebuild(node: Any, name: str, received: Mapping[str, Any]) -> Any:
     if isinstance(node, (list, tuple)):
         made = [_rebuild(child, f"{name}/{i}", received) for i, child in enumerate(node)]
         return type(node)(*made) if hasattr(node, "_fields") else type(node)(made)
-    parts = registered(node)
+    parts = flatten_registered(node)
     if parts is None:
         return received[name[1:] or WHOLE]
     children, tree = parts

@@ -4,8 +4,8 @@ What has to be equal is told in facts. Every rank makes one hash of all of its f
 are compared by one small message. Only where they differ the facts themselves are exchanged, and
 every rank finds the same first difference in them::
 
-    Fact(kind="parameter", name="fc.weight: float32 of shape (10, 64)", words="9ae0daaf")
-    Fact(kind="setting", name="learning_rate", words="0.1")
+    Fingerprint(kind="parameter", name="fc.weight: float32 of shape (10, 64)", words="9ae0daaf")
+    Fingerprint(kind="setting", name="learning_rate", words="0.1")
 
 The checksum of an array is the CRC-32C of its memory: bits are compared, so that a NaN equals
 itself and -0.0 differs from 0.0.
@@ -31,7 +31,7 @@ __all__ = [
     "Compare",
     "Fingerprint",
     "Kind",
-    "check_alike",
+    "check_consistent",
     "checksum",
     "compare",
     "description",
@@ -86,7 +86,7 @@ _KINDS: dict[Kind, tuple[str, str]] = {
 }
 
 
-def check_alike(structure: Any, *, comm: cc.Communicator | None = None) -> None:
+def check_consistent(structure: Any, *, comm: cc.Communicator | None = None) -> None:
     """Raise an error on all ranks unless all of them hold the same arrays, bit by bit.
 
     As if every rank compared its arrays with those of rank 0, names, shapes and dtypes included.
@@ -109,7 +109,7 @@ def check_alike(structure: Any, *, comm: cc.Communicator | None = None) -> None:
 
     Example:
         >>> import numpy as np
-        >>> check_alike({"w": np.ones(3), "step": 7})
+        >>> check_consistent({"w": np.ones(3), "step": 7})
     """
     comm = cc.init() if comm is None else comm
     if isinstance(structure, Iterator):
@@ -126,7 +126,7 @@ def check_alike(structure: Any, *, comm: cc.Communicator | None = None) -> None:
             ),
         ]
 
-    compare(comm, "check_alike", facts)
+    compare(comm, "check_consistent", facts)
 
 
 def compare(

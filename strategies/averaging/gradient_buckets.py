@@ -70,14 +70,14 @@ class GradientBuckets:
                 for view, gradient in zip(views, gradients, strict=True):
                     bucket_copy.copy_into(view, gradient, scale)
         except Exception as error:  # for which the other ranks must not wait
-            self.buckets.end_by(error)
+            self.buckets.fail(error)
             raise
         return self.buckets.allreduce(hosts, scale=1.0 if hosts is None else scale)
 
     def restore_feedback(self) -> None:
         """Forget what roundings of gradients have left over whose average is not used."""
         if self.buckets is not None:
-            self.buckets.take_back()
+            self.buckets.restore_feedback()
 
     def close(self) -> None:
         """Let go of the places; harmless when repeated."""

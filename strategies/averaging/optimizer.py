@@ -142,7 +142,7 @@ class AveragingOptimizer:
         self.optimizer.load_state_dict(state)
         self._passes.clear()
 
-    def move(self, comm: cc.Communicator) -> None:
+    def rebind(self, comm: cc.Communicator) -> None:
         """Average among other ranks from now on; *collective* over these.
 
         For ranks that have outlived others: what the old communicator held is let go.

@@ -88,12 +88,12 @@ class Overlap:
         for position in self._places.keys() - self._begun:
             self._write(position, None)
         if self._misplaced is not None:
-            self._buckets.end_by(self._misplaced)
+            self._buckets.fail(self._misplaced)
         if self.error is None:
             try:
                 return list(self._buckets.wait())
             except (cc.MismatchError, TypeError, ValueError) as error:
-                if self._buckets.under_way:  # of a signal handler: nobody else knows of it
+                if self._buckets.pending:  # of a signal handler: nobody else knows of it
                     raise
                 self.error = error
         return []

@@ -8,7 +8,7 @@ from strategies.averaging import consistency
 from strategies.averaging.consistency import Fingerprint
 from strategies.core import array_ops
 
-__all__ = ["ParameterSpec", "ParameterKey"]
+__all__ = ["ParameterKey", "ParameterSpec"]
 
 ParameterKey = tuple[str, tuple[int, ...], str, tuple[int, ...] | None]
 

@@ -14,7 +14,6 @@ from __future__ import annotations
 
 from strategies.checkpoint.boxes import Box, Slice
 from strategies.checkpoint.checkpoint import Checkpoint
-from strategies.checkpoint.checkpoint_manager import CheckpointManager
 from strategies.checkpoint.saver import Saver
 
-__all__ = ["Box", "Checkpoint", "CheckpointManager", "Saver", "Slice"]
+__all__ = ["Box", "Checkpoint", "Saver", "Slice"]

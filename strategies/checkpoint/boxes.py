@@ -106,7 +106,7 @@ def split(box: Box, count: int) -> list[Box]:
         count: into how many parts; fewer if it has fewer rows. Extents differ by at most one.
 
     Example:
-        >>> rows(Box((2, 0), (3, 4)), 2)
+        >>> split(Box((2, 0), (3, 4)), 2)
         [Box(start=(2, 0), shape=(2, 4)), Box(start=(4, 0), shape=(1, 4))]
     """
     axis = next((axis for axis, extent in enumerate(box.shape) if extent > 1), None)

@@ -200,7 +200,7 @@ class PreparedCheckpoint:
     metric: float | None
 
     def held(self) -> dict[str, HeldPart]:
-        """Say what this rank has, for `sharing.writers`."""
+        """Say what this rank has, for `write_plan.assign_writers`."""
         return {
             name: HeldPart(part.array.dtype.name, part.array.itemsize, part.shape, part.box)
             for name, part in self.slices.items()
@@ -301,7 +301,7 @@ def write_shard(
     """Write one file of a checkpoint; any process that reaches the directory may do it.
 
     Args:
-        part: where, of the `Writing`.
+        part: where, of the `CheckpointTransaction`.
         suffix: of the file's name, likewise.
         rank: who writes.
         given: what to write.

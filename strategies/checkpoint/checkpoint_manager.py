@@ -21,7 +21,6 @@ from strategies.checkpoint import (
     write_plan,
 )
 from strategies.checkpoint.async_writer import AsyncWriter
-from strategies.checkpoint.atomic_io import DirectoryLock
 from strategies.checkpoint.boxes import Slice
 from strategies.checkpoint.checkpoint import PreparedCheckpoint
 from strategies.checkpoint.checkpoint_listing import name_of
@@ -31,6 +30,7 @@ from strategies.checkpoint.retention import Best, RetentionPolicy
 from strategies.checkpoint.shards import NamedSlice
 from strategies.checkpoint.storage import Location, StorageUrl, resolve
 from strategies.core.agreement import first_difference
+from strategies.core.atomic_io import DirectoryLock
 from strategies.core.process_group import ProcessGroup
 
 __all__ = ["CheckpointManager"]

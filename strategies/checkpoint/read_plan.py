@@ -60,7 +60,7 @@ def plan_reads(slices: Wanted | None, plan: Manifest) -> dict[str, Box]:
 def read_together(
     comm: cc.Communicator, path: Location, plan: Manifest, wanted: Mapping[str, Box]
 ) -> Arrays:
-    """Return all tensors of a checkpoint, those in `wanted` only in part; *collective*.
+    """Return all tensors of a checkpoint, those in `plan_reads` only in part; *collective*.
 
     Args:
         comm: the ranks, all of which reach the files.
@@ -120,7 +120,7 @@ def distribute(
 
 
 def parts(found: Arrays, wanted: Mapping[str, Box], plan: Manifest) -> Arrays:
-    """Return the arrays, of those in `wanted` only a part."""
+    """Return the arrays, of those in `plan_reads` only a part."""
     result = dict(found)
     for name, box in wanted.items():
         if name in found:

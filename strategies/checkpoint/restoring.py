@@ -39,7 +39,7 @@ def restore_into(
     Nothing has changed yet when this returns.
 
     Args:
-        nodes: the JSON object of `collect`.
+        nodes: the JSON object of `serialize`.
         stored: the arrays, of which this rank has what `parts` says.
         things: the program's.
         comm: the ranks.
@@ -53,7 +53,7 @@ def restore_into(
     Raises:
         NotFoundError: the checkpoint has nothing of that name.
         InvalidArgumentError: containers, shapes or dtypes differ.
-        DataLossError: the JSON object is not one of `collect`.
+        DataLossError: the JSON object is not one of `serialize`.
     """
     if place is None:
         place = 0 if comm is None else comm.rank

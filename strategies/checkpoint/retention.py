@@ -53,9 +53,9 @@ def to_delete(rules: RetentionPolicy, others: Iterable[Manifest], new: Manifest)
         >>> def at(step, hours, metric=None):
         ...     return Manifest(step, step, 1, {}, {}, {}, hours * 3600.0, metric)
         >>> old, new = [at(1, 0), at(2, 0.5, 9.0), at(3, 0.9), at(4, 1.2)], at(5, 1.5, 8.0)
-        >>> surplus(Rules(keep=1), old, new)
+        >>> to_delete(RetentionPolicy(keep=1), old, new)
         [1, 2, 3, 4]
-        >>> surplus(Rules(keep=2, every_n_hours=1, best="max"), old, new)
+        >>> to_delete(RetentionPolicy(keep=2, every_n_hours=1, best="max"), old, new)
         [3]
     """
     plans = sorted(

@@ -1,7 +1,7 @@
 """What a checkpoint holds of the things of a program: named arrays, and the rest as JSON.
 
 Nothing is pickled. A thing with a state of its own, such as a module, an optimizer or a generator,
-gives it (`things`); containers are walked through; arrays get
+gives it (`state_protocols`); containers are walked through; arrays get
 the name of their place, `optimizer/state/0/momentum_buffer`; what is left is JSON. JSON has no word
 for some of it, which stands in an object with one key::
 

@@ -65,9 +65,9 @@ KINDS = {
         lambda thing, state, comm: thing.load_state_dict(state),
     ),
     "pipeline": StateProtocol(
-        ("state", "go_on"),
+        ("state", "resume"),
         lambda thing, comm: thing.state(comm),
-        lambda thing, state, comm: thing.go_on(state, comm),
+        lambda thing, state, comm: thing.resume(state, comm),
     ),
     "variable": StateProtocol(
         ("value", "assign"),
@@ -198,7 +198,7 @@ def parts_of(thing: Any) -> list[Any] | None:
     """Give the parts of a list, a tuple, or a container that only JAX knows; None for others."""
     if isinstance(thing, (list, tuple)):
         return list(thing)
-    parts = None if thing is None else pytree.registered(thing)
+    parts = None if thing is None else pytree.flatten_registered(thing)
     return None if parts is None else parts[0]
 
 
@@ -214,6 +214,6 @@ def like(container: Any, parts: list[Any]) -> Any:
         return type(container)(*parts)
     if isinstance(container, (list, tuple)):
         return type(container)(parts)
-    registered = pytree.registered(container)
+    registered = pytree.flatten_registered(container)
     assert registered is not None
     return sys.modules["jax"].tree_util.tree_unflatten(registered[1], parts)

@@ -1,6 +1,6 @@
 """Where checkpoints are: a directory, or the same behind a URL, asked in one way.
 
-A `Url` has what of `Path` is needed here. Files behind it are reached by fsspec: `s3://`, `gs://`,
+A `StorageUrl` has what of `Path` is needed here. Files behind it are reached by fsspec: `s3://`, `gs://`,
 `memory://` and so on. `file://` is a directory as any other.
 """
 
@@ -14,7 +14,7 @@ from pathlib import Path
 from typing import Any, TypeAlias
 
 from strategies import errors
-from strategies.checkpoint import atomic_io
+from strategies.core import atomic_io
 from strategies.core.urls import fsspec, is_url
 
 __all__ = [
@@ -53,7 +53,7 @@ class StorageUrl:
     __fspath__ = __str__
 
     def __repr__(self) -> str:
-        return f"Url({str(self)!r})"
+        return f"StorageUrl({str(self)!r})"
 
     def __eq__(self, other: object) -> bool:
         return isinstance(other, StorageUrl) and str(self) == str(other)
@@ -102,9 +102,9 @@ def resolve(place: str | os.PathLike[str]) -> Location:
 
 @contextlib.contextmanager
 def explained(operation: str, place: Location) -> Iterator[None]:
-    """As `durable.explained`; what else a file system of fsspec raises is `UnavailableError`."""
+    """As `atomic_io.translate_errors`; other errors of fsspec become `UnavailableError`."""
     try:
-        with atomic_io.explained(operation, place):
+        with atomic_io.translate_errors(operation, place):
             yield
     except (errors.OpError, ValueError, TypeError, MemoryError):
         raise

@@ -29,10 +29,11 @@ from pathlib import Path
 from typing import Any
 
 from strategies import errors
-from strategies.checkpoint import atomic_io, checkpoint_listing, manifest, retention
+from strategies.checkpoint import checkpoint_listing, manifest, retention
 from strategies.checkpoint.manifest import Manifest
 from strategies.checkpoint.retention import RetentionPolicy
 from strategies.checkpoint.storage import Location, StorageUrl, explained
+from strategies.core import atomic_io
 
 __all__ = ["CheckpointTransaction", "begin", "locked", "new_file"]
 

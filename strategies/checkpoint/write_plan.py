@@ -55,8 +55,8 @@ def assign_writers(held: Sequence[Mapping[str, HeldPart]]) -> list[list[tuple[st
             part out.
 
     Example:
-        >>> w = Holding("float32", 4, (1 << 20,), Box((0,), (1 << 20,)))
-        >>> writers([{"w": w}, {"w": w}])
+        >>> w = HeldPart("float32", 4, (1 << 20,), Box((0,), (1 << 20,)))
+        >>> assign_writers([{"w": w}, {"w": w}])
         [[('w', Box(start=(0,), shape=(524288,)))], [('w', Box(start=(524288,), shape=(524288,)))]]
     """
     names = dict.fromkeys(name for one in held for name in one)

@@ -131,7 +131,7 @@ def replica_device_setter(
 
     Example:
         >>> setter = replica_device_setter(2)
-        >>> [setter(Placeable(name, "Variable")) for name in "abc"]
+        >>> [setter(PlacementRequest(name, "Variable")) for name in "abc"]
         ['/job:ps/task:0', '/job:ps/task:1', '/job:ps/task:0']
     """
     ps, worker = DeviceSpec.from_string(ps_device), DeviceSpec.from_string(worker_device)

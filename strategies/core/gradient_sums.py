@@ -1,8 +1,8 @@
 """Sums and means of gradients, each an array, `Rows`, or None where there is none.
 
-All of them are added in the order in which they come, 16-bit floats as float32 (`arrays.wide`), and
-a sum is `rounded` once, at its end. Rows are joined; those of one index are added up before a sum
-is divided.
+All of them are added in the order in which they come, 16-bit floats as float32
+(`array_ops.arithmetic_dtype`), and a sum is `rounded` once, at its end. Rows are joined; those of
+one index are added up before a sum is divided.
 """
 
 from __future__ import annotations
@@ -142,7 +142,7 @@ def mean(
         column: (gradient, weight) of one variable.
         whole: also of gradients that are None, which count as zero.
         dtype: of the gradients.
-        out: memory of `Memory.like` for it, which is used if all count alike.
+        out: memory of `SumBuffers.like` for it, which is used if all count alike.
 
     Returns:
         `Rows` by increasing index if all gradients that count are rows, an array if one is dense,

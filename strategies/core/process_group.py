@@ -25,7 +25,7 @@ def of_this_job() -> cc.Communicator | None:
 class ProcessGroup:
     """What the processes of one strategy do together; nothing if there is only one.
 
-    All methods but `begin` and `with_options` are *collective*.
+    All methods but `start` and `with_options` are *collective*.
 
     An error on one rank is brought to all others by `agree`. The other ranks may be inside calls
     that the failed one has left, so each of them raises, and no call that the error passes on its

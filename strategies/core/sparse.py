@@ -116,7 +116,7 @@ def coalesced_checked(rows: Rows, operation: str, where: str, *, length: int | N
 
 
 def coalesced(rows: Rows) -> Rows:
-    """Return rows by increasing index, those of one index added up; as `in_order`, unchecked."""
+    """As `coalesced_checked`, without the check."""
     indices, values = rows.indices.copy(), rows.values
     if np.all(indices[1:] > indices[:-1]):
         return Rows(indices, values)
@@ -144,7 +144,7 @@ def checked_rows(
     *,
     cast: bool = False,
 ) -> Any:
-    """Return a gradient that fits its variable; rows `in_order`.
+    """Return a gradient that fits its variable; rows `coalesced_checked`.
 
     Args:
         gradient: an array, or `Rows` of one.

@@ -65,9 +65,9 @@ def assign_roles(reports: Sequence[RankReport], most: int) -> RoleAssignment | N
         None if no rank has a commit.
 
     Example:
-        >>> has, spare = {7: (0, 2)}, Report(-1, {})
-        >>> placed([Report(7, {7: (1, 2)}), spare, spare], most=2)
-        Places(ranks=[1, 0], admitted={1: 0})
+        >>> has, spare = {7: (0, 2)}, RankReport(-1, {})
+        >>> assign_roles([RankReport(7, {7: (1, 2)}), spare, spare], most=2)
+        RoleAssignment(ranks=[1, 0], admitted={1: 0})
     """
     newest = max(report.number for report in reports)
     if newest < 0:

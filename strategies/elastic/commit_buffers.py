@@ -24,7 +24,7 @@ class Commit(NamedTuple):
 
     Attributes:
         number: of the commit; -1 if it is not whole.
-        nodes: all but the numbers in arrays, as `content.collect` gives it.
+        nodes: all but the numbers in arrays, as `serialization.serialize` gives it.
         tensors: copies of the arrays, by name; contiguous, in host memory.
         inputs: positions of all ranks, by name.
         place: this rank's number then, or that of the rank in whose place it is.

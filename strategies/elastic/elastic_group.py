@@ -6,7 +6,8 @@
     state.comm 0  1  2  3           those that train, by their places; rank 4 waits
 
 When some have died, those that live meet as a smaller `everyone`, spare ones too: in `shrink`. All
-of them then say what they have, and each finds out by itself who trains (`places.placed`).
+of them then say what they have, and each finds out by itself who trains
+(`assignment.assign_roles`).
 """
 
 from __future__ import annotations
@@ -188,7 +189,7 @@ class ElasticGroup:
             self.is_through = True
         if not self.has_spares:
             return True
-        if not self.everyone.agreed(True, timeout=None if self.is_through else math.inf):
+        if not self.everyone.agree(True, timeout=None if self.is_through else math.inf):
             raise cc.PeerFailure("run_elastic: a rank died while this one was spare")
         self.is_through = True
         return False
@@ -231,9 +232,9 @@ class ElasticGroup:
         # `raise SystemExit` are waited for as a rank that returns.
         fails = leaving is not None and type(leaving) is not SystemExit
         if leaving is None or not fails or leaving.code in (None, 0):
-            return comm.agreed(True)
+            return comm.agree(True)
         try:
-            return comm.agreed(True, timeout=_FOLLOW_WITHIN)
+            return comm.agree(True, timeout=_FOLLOW_WITHIN)
         except cc.CollectiveTimeout:
             raise RuntimeError(
                 f"run_elastic: {comm.name(comm.rank)} has left by sys.exit({leaving.code!r}) while "

@@ -34,7 +34,7 @@ _LOST = (
 _PIPELINE = (
     "an open pipeline does not go back, expected what it says of itself, as "
     "commit(input=batches.state(comm)), and a new one in `train`, over a ShardedInput of the ranks "
-    "that live, which goes on by batches.go_on(state['input'], comm)"
+    "that live, which goes on by batches.resume(state['input'], comm)"
 )
 
 
@@ -50,7 +50,7 @@ class State:
     What cannot be changed in place (numbers, text, arrays of JAX) is handed over at each `commit`,
     and read as `state[name]`.
 
-    `commit`, `restore` and `go_on` are *collective*.
+    `commit`, `restore` and `resume` are *collective*.
 
     Args:
         comm: the ranks; all of the job if None.
@@ -180,7 +180,7 @@ class State:
         newest = int(comm.allreduce(self.number, op=cc.MAX))
         if newest < 0:
             raise comm.raised_by_all(
-                errors.FailedPreconditionError("go_on: expected a commit before, got none")
+                errors.FailedPreconditionError("resume: expected a commit before, got none")
             )
         self.copies.rollback(newest)
         if places:
@@ -200,7 +200,7 @@ class State:
             for _, thing in self._inputs()
             if hasattr(thing, "state_of_survivors")
         ]
-        if not self.comm.agreed(True):
+        if not self.comm.agree(True):
             raise cc.PeerFailure("run_elastic: a rank died while inputs were redistributed")
         for thing, state in states:
             thing.load_state(state, comm=self.comm)

@@ -70,7 +70,7 @@ def run_elastic(
         LaunchError: there are more ranks than `max_ranks` where a dead rank ends the job.
         SystemExit: `train` leaves the program on all ranks that train; on spare ones, too.
         RuntimeError: beside spare ranks, a rank has left by `sys.exit(1)` alone; on all.
-        Exception: an error of `train` that no death has caused, on all ranks; and what `go_on` of
+        Exception: an error of `train` that no death has caused, on all ranks; and what `resume` of
             the state raises.
 
     Cost: where there are spare ranks, all-gathers of the generators at each commit, and a commit at

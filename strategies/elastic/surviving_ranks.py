@@ -48,6 +48,6 @@ def retry_on_survivors(
         except cc.CollectiveError:
             if comm.unusable is None:
                 raise
-        if comm.agreed(done):
+        if comm.agree(done):
             return comm
         comm = shrink(comm)

@@ -318,12 +318,12 @@ def _peers() -> list[int]:
 
 
 def add_process_set(ranks: ProcessSet | Sequence[int]) -> ProcessSet:
-    """Add a process set; *collective*: all ranks, in the same order. See `Session.add`."""
+    """Add a process set; *collective*: all ranks, in the same order. See `HorovodContext.add`."""
     return _current().add(ranks)
 
 
 def remove_process_set(process_set: ProcessSet) -> bool:
-    """Remove a process set; *collective*. See `Session.remove`."""
+    """Remove a process set; *collective*. See `HorovodContext.remove`."""
     return _current().remove(process_set)
 
 

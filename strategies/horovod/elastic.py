@@ -17,10 +17,11 @@ from typing import Any, TypeVar
 import numpy as np
 
 import collectives as cc
-from strategies import training
 from strategies.core.agreement import first_difference
 from strategies.core.pytree import is_module
 from strategies.core.validation import integer
+from strategies.elastic import State as ElasticState
+from strategies.elastic import run_elastic
 from strategies.errors import InvalidArgumentError
 from strategies.horovod import context, objects
 from strategies.horovod.process_sets import global_process_set
@@ -50,7 +51,7 @@ class State:
     def __init__(self, **things: Any) -> None:
         self._names = list(things)
         self._callbacks: list[Callable[[], Any]] = []
-        self._kept: training.State | None = None
+        self._kept: ElasticState | None = None
         for name, thing in things.items():
             setattr(self, name, thing)
         if things and context.is_initialized():
@@ -101,8 +102,8 @@ class State:
             context.shutdown()
         context.init(comm)
         for thing in self._things().values():
-            if hasattr(thing, "move"):
-                thing.move(comm)
+            if hasattr(thing, "rebind"):
+                thing.rebind(comm)
         self.reset()
         for callback in self._callbacks:
             callback()
@@ -110,9 +111,9 @@ class State:
     def _things(self) -> dict[str, Any]:
         return {name: getattr(self, name) for name in self._names}
 
-    def _state(self) -> training.State:
+    def _state(self) -> ElasticState:
         if self._kept is None:
-            self._kept = training.State(_world(), **self._things())
+            self._kept = ElasticState(_world(), **self._things())
         return self._kept
 
     def _take(self) -> None:
@@ -173,15 +174,13 @@ def run(func: Callable[..., T] | None = None, *, min_np: int = 1, max_np: int | 
         if has_spares:
             context.shutdown()  # of all ranks; `on_reset` begins that of those that train
 
-        def train(kept: training.State) -> T:
+        def train(kept: ElasticState) -> T:
             result = func(state, *args, **kwargs)
             if has_spares:
                 state.commit()  # what they are given at the end
             return result
 
-        return training.run_elastic(
-            train, kept, min_ranks=min_np, max_ranks=max_np, on_reset=state.on_reset
-        )
+        return run_elastic(train, kept, min_ranks=min_np, max_ranks=max_np, on_reset=state.on_reset)
 
     return elastic
 

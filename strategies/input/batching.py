@@ -41,7 +41,7 @@ def batch(
         read: called again and again by each thread; returns one value per component, bare or in a
             list, tuple or dict, and raises `OutOfRangeError` when there is no more. All elements
             have the dtypes and, unless they are padded, the shapes of the first. Or a
-            `ShardedInput`: then `state` and `go_on` know a place that any number of ranks goes on
+            `ShardedInput`: then `state` and `resume` know a place that any number of ranks goes on
             from; with one thread, and without `enqueue_many`.
         batch_size: rows per batch.
         num_threads: threads that call `read` at the same time.
@@ -95,10 +95,10 @@ def batch_join(
 ) -> Batches:
     """As `batch`, with one thread for each of several functions, so that each may have its file.
 
-    Threads arrive in any order. With `turns=Turns(len(reads))` they read at the same time, but what
-    they have read is handed over by turns: where no two functions share a source, the same input
-    then gives the same batches, and `state` and `go_on` know a place inside an epoch. A function
-    that is slow holds up the others.
+    Threads arrive in any order. With `turns=ReaderRoundRobin(len(reads))` they read at the same
+    time, but what they have read is handed over by turns: where no two functions share a source,
+    the same input then gives the same batches, and `state` and `resume` know a place inside an
+    epoch. A function that is slow holds up the others.
     """
 
     def make_queue(dtypes: Any, first_shapes: Any, names: Any) -> Queue:

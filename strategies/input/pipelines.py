@@ -191,7 +191,7 @@ class Batches:
         if self._sharded is not None:
             if self._ready is not None:
                 raise FailedPreconditionError(
-                    "batch: the pipeline is open, expected go_on before its `with` statement"
+                    "batch: the pipeline is open, expected resume before its `with` statement"
                 )
             self._sharded.load_state(state)
             return

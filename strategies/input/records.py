@@ -88,7 +88,7 @@ def unframe(
     while len(header) == _HEADER.size:
         length, expected = _HEADER.unpack(header)
         crc = crc32c(header[: _LENGTH.size])
-        # `_masked`, written out without its call: this runs twice for each record.
+        # `_mask`, written out without its call: this runs twice for each record.
         if (crc >> 15 | crc << 17) + _MASK & _ALL != expected:
             hint = "; is this a TFRecord file, and packed as you say?" if offset == 0 else ""
             raise _corruption_error(offset, "length", expected, crc, f"({path}){hint}")

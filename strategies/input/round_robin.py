@@ -30,7 +30,7 @@ class ReaderRoundRobin:
     """
 
     def __init__(self, count: int) -> None:
-        integer("Turns", "count", count)
+        integer("ReaderRoundRobin", "count", count)
         self.count = count
         self._order = deque(range(count))
         self._changed = threading.Condition()

@@ -63,7 +63,7 @@ def wrap(
     """Make a transformation average over the ranks; see `strategies.DistributedOptimizer`.
 
     *Collective*; so is every `update` of the result. Its state is that of the given transformation,
-    or `PassesState` around it. `update` takes `examples=`, the number of rows that this rank's
+    or `MultiStepsState` around it. `update` takes `examples=`, the number of rows that this rank's
     gradients are the mean of, and hands other keywords on.
     """
     inner = optax.with_extra_args_support(transformation)

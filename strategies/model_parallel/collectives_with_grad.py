@@ -73,7 +73,7 @@ def allgather(x: Any, *, comm: cc.Communicator | None = None) -> tuple[Any, Back
         if rows == _even(sum(rows), ranks.size):
             # Adds up on the way, without an array of all parts.
             return ranks.reduce_scatter(gradient, op=cc.SUM).reshape(shape)
-        parts = ranks.alltoall(gradient, splits=rows)
+        parts = ranks.alltoall(gradient, counts=rows)
         return parts.reshape(ranks.size, -1).sum(0).reshape(shape)
 
     return ranks.allgather(x), backward
@@ -114,24 +114,24 @@ def allreduce(x: Any, *, comm: cc.Communicator | None = None) -> tuple[Any, Back
 
 
 def alltoall(
-    x: Any, *, splits: Sequence[int] | None = None, comm: cc.Communicator | None = None
+    x: Any, *, counts: Sequence[int] | None = None, comm: cc.Communicator | None = None
 ) -> tuple[Any, Backward]:
     """Give every rank some rows, and join what all ranks give to this one; back: the same.
 
     Args:
         x: shape (n, ...); n may differ between ranks.
-        splits: the rows for every rank, which add up to n; even shares if None.
+        counts: the rows for every rank, which add up to n; even shares if None.
         comm: the ranks; the whole job if None.
 
     Returns:
         The rows from all ranks in their order, and the way back.
     """
     ranks = _ranks(comm)
-    result = ranks.alltoall(x, splits=splits)
-    rows = _even(len(x), ranks.size) if splits is None else list(splits)
+    result = ranks.alltoall(x, counts=counts)
+    rows = _even(len(x), ranks.size) if counts is None else list(counts)
 
     def backward(gradient: Any) -> Any:
-        return ranks.alltoall(gradient, splits=ranks.alltoall(rows))
+        return ranks.alltoall(gradient, counts=ranks.alltoall(rows))
 
     return result, backward
 
@@ -161,7 +161,7 @@ def scatter(
     x: Any,
     root: int = 0,
     *,
-    splits: Sequence[int] | None = None,
+    counts: Sequence[int] | None = None,
     comm: cc.Communicator | None = None,
 ) -> tuple[Any, Backward]:
     """Share the rows of the root's array among all ranks; back: gather, None on the others.
@@ -169,7 +169,7 @@ def scatter(
     Args:
         x: on the root shape (n, ...); not looked at elsewhere.
         root: whose array.
-        splits: on the root, the rows of every rank, which add up to n; even shares if None.
+        counts: on the root, the rows of every rank, which add up to n; even shares if None.
         comm: the ranks; the whole job if None.
 
     Returns:
@@ -180,7 +180,7 @@ def scatter(
     def backward(gradient: Any) -> Any:
         return ranks.gather(gradient, root)
 
-    return ranks.scatter(x, root, splits=splits), backward
+    return ranks.scatter(x, root, counts=counts), backward
 
 
 def gather(x: Any, root: int = 0, *, comm: cc.Communicator | None = None) -> tuple[Any, Backward]:
@@ -199,7 +199,7 @@ def gather(x: Any, root: int = 0, *, comm: cc.Communicator | None = None) -> tup
 
     def backward(gradient: Any) -> Any:
         rows = ranks.gather(_rows(shape), root)
-        return ranks.scatter(gradient, root, splits=rows).reshape(shape)
+        return ranks.scatter(gradient, root, counts=rows).reshape(shape)
 
     return ranks.gather(x, root), backward
 

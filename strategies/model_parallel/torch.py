@@ -62,10 +62,10 @@ def allreduce(x: Any, *, comm: cc.Communicator | None = None) -> Any:
 
 
 def alltoall(
-    x: Any, *, splits: Sequence[int] | None = None, comm: cc.Communicator | None = None
+    x: Any, *, counts: Sequence[int] | None = None, comm: cc.Communicator | None = None
 ) -> Any:
     """Give every rank some rows, and join what all ranks give to this one."""
-    return _collective(collectives_with_grad.alltoall, x, comm, splits=splits)
+    return _collective(collectives_with_grad.alltoall, x, comm, counts=counts)
 
 
 def broadcast(x: Any, root: int = 0, *, comm: cc.Communicator | None = None) -> Any:
@@ -77,11 +77,11 @@ def scatter(
     x: Any,
     root: int = 0,
     *,
-    splits: Sequence[int] | None = None,
+    counts: Sequence[int] | None = None,
     comm: cc.Communicator | None = None,
 ) -> Any:
     """Share the rows of the root's tensor among all ranks; elsewhere `x` may be None."""
-    return _collective(collectives_with_grad.scatter, x, comm, root=root, splits=splits)
+    return _collective(collectives_with_grad.scatter, x, comm, root=root, counts=counts)
 
 
 def gather(x: Any, root: int = 0, *, comm: cc.Communicator | None = None) -> Any:

@@ -2,9 +2,9 @@
 
 A *rule* is a function `(value, gradient, *slots, numbers) -> (value, *slots)`: the new variable and
 the new slots from the old ones. It is called with numbers, element by element, in loops that numba
-compiles (`strategies.optimizers.numba_step`), and with whole arrays of devices. Both round alike, after
-each operation: sum, difference, product, quotient and square root are exact up to that, and nothing
-is reordered. So an element's result depends on nothing but its inputs, wherever it lies.
+compiles (`strategies.optimizers.numba_step`), and with whole arrays of devices. Both round alike,
+after each operation: sum, difference, product, quotient and square root are exact up to that, and
+nothing is reordered. So an element's result depends on nothing but its inputs, wherever it lies.
 
 The loops stand here, though another module compiles them, because what numba keeps on disk is
 replaced when the file of the loop has changed.

@@ -55,14 +55,14 @@ class PartStorage:
         *,
         resident: bool,
     ) -> None:
-        """Add one; see `Shard.add`."""
+        """Add one; see `ParameterServer.add`."""
         part = StoredVariable(name)
         part.initialize(value, optimizer)
         # Others are never updated, only assigned.
-        if part.optimizer is not None and dtype_name(part.locked) in COMPUTE:
+        if part.optimizer is not None and dtype_name(part.initialized_value) in COMPUTE:
             part.optimizer.prepare([part.named()])
         if resident:
-            self._changes[len(self._parts)] = DirtyRows(part.locked.shape)
+            self._changes[len(self._parts)] = DirtyRows(part.initialized_value.shape)
         self._parts.append(part)
 
     def gradients(
@@ -85,13 +85,19 @@ class PartStorage:
             if number in given:
                 raise InvalidArgumentError(f"push: a part is given twice (variable: {part.name})")
             indices = next(arrays) if sparse else None
-            array = widened(next(arrays), told, part.held.dtype)
+            array = widened(next(arrays), told, part.initialized_value.dtype)
             gradient = array if indices is None else Rows(indices, array)
             given[number] = gradient
             if rate is not None:
                 rates[number] = rate
             where = f"variable: {part.name}"
-            checked_rows(gradient, part.held.shape, dtype_name(part.held), "push", where)
+            checked_rows(
+                gradient,
+                part.initialized_value.shape,
+                dtype_name(part.initialized_value),
+                "push",
+                where,
+            )
         return given, rates
 
     def means(self, pushes: Sequence[tuple[Mapping[int, Gradient], float]]) -> dict[int, Gradient]:
@@ -105,7 +111,7 @@ class PartStorage:
         for gradients, weight in pushes:
             for i, gradient in gradients.items():
                 columns.setdefault(i, []).append((gradient, weight / total))
-        dtypes = {i: dtype_name(self._parts[i].locked) for i in columns}
+        dtypes = {i: dtype_name(self._parts[i].initialized_value) for i in columns}
         return {i: gradient_sums.mean(column, 1, dtypes[i]) for i, column in columns.items()}
 
     def update(
@@ -155,14 +161,14 @@ class PartStorage:
             part, rows = self._parts[number], changes.since(version)
             own = [rounded(part.view(), packed)] if rows is None else []
             if rows is not None and len(rows):
-                own = [rows, rounded(part.locked[rows], packed)]
+                own = [rows, rounded(part.initialized_value[rows], packed)]
             values += own
             counts.append(len(own))
         return values, counts
 
     def rows(self, number: int, indices: Array, packed: str | None) -> Array:
         """Return some rows of a part."""
-        return rounded(self._parts[number].locked[indices], packed)
+        return rounded(self._parts[number].initialized_value[indices], packed)
 
     def assign(self, number: int, value: Array, version: int) -> None:
         """Let a part take another value, while this is the version.
@@ -171,11 +177,11 @@ class PartStorage:
             InvalidArgumentError: it does not fit.
         """
         part = self._parts[number]
-        if (value.shape, value.dtype) != (part.locked.shape, part.locked.dtype):
+        wanted = part.initialized_value
+        if (value.shape, value.dtype) != (wanted.shape, wanted.dtype):
             raise InvalidArgumentError(
-                f"assign: the value does not fit, expected {part.locked.dtype} of shape "
-                f"{part.locked.shape}, got {value.dtype} of shape {value.shape} (variable: "
-                f"{part.name})"
+                f"assign: the value does not fit, expected {wanted.dtype} of shape {wanted.shape}, "
+                f"got {value.dtype} of shape {value.shape} (variable: {part.name})"
             )
         part.writable(keep=False)[...] = value
         if number in self._changes:

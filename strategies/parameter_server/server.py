@@ -1,8 +1,8 @@
 """The variables of one ps task, and the updates that workers push to them.
 
 Requests come in by the service's thread and are worked off by a thread of the shard, one after the
-other, so that what a worker gets is never half of an update. `Parts` are what is updated; here is
-when, and by whose gradients.
+other, so that what a worker gets is never half of an update. `PartStorage` are what is updated;
+here is when, and by whose gradients.
 
 ::
 

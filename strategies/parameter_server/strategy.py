@@ -44,7 +44,7 @@ from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
 from strategies.replicas.replica_view import to_host
 from strategies.rpc.server import Server
-from strategies.strategy.base.base import Strategy
+from strategies.strategy.base import Strategy
 from strategies.variables import partition
 from strategies.variables.partition import Partitioner
 
@@ -72,7 +72,7 @@ class ParameterServerStrategy(Strategy):
             2 / (1 + workers) for asynchronous training, or workers for synchronous training with
             larger batches.
         partitioner: shape and dtype -> number of parts along each axis, 1 but for the first.
-        choice: `Placeable` -> index of the ps for a part; `RoundRobin` if None.
+        choice: `PlacementRequest` -> index of the ps for a part; `RoundRobin` if None.
         devices: of each worker, a replica on each; "/cpu:0" if None.
         compression: how gradients travel to the ps tasks: `cc.FP16` or `cc.BF16` halve the bytes of
             float32, `cc.BF16.with_feedback()` adds what rounding has left over to the next gradient
@@ -297,7 +297,7 @@ class ParameterServerStrategy(Strategy):
             self._all.run_then_agree("DistributedOptimizer", lambda: refuse_others(given, made))
         for variable in made:
             variable.in_place = True  # not to copy a table for the rows of a step
-        own = operator.attrgetter("own")
+        own = operator.attrgetter("local")
         return ParameterHost(made, value_of=own, push=self._push_at, pull=self.pull)
 
     def _push_at(
@@ -404,8 +404,8 @@ class ParameterServerStrategy(Strategy):
 
         Returns:
             `variable/<name>` and, for every slot, `optimizer/<slot>/<name>`, of the variable's
-            shape; counts of updates, see `strategies.parameter_server.state_io`. All of it is in the
-            memory of this task.
+            shape; counts of updates, see `strategies.parameter_server.state_io`. All of it is in
+            the memory of this task.
 
         Raises:
             UnavailableError: a ps task is lost.

@@ -83,7 +83,7 @@ class VariableFactory:
         ranks: all of them.
         shard: what this ps holds, if it is one.
         variables: name -> variable, those that are there.
-        choice: `Placeable` -> index of the ps for a part.
+        choice: `PlacementRequest` -> index of the ps for a part.
     """
 
     def __init__(

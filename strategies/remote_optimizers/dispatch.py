@@ -10,7 +10,7 @@ import collectives as cc
 from strategies.averaging.optimizer import identity
 from strategies.optimizers import Optimizer
 from strategies.remote_optimizers.parameter_host import HostingStrategy
-from strategies.strategy.base.base import Strategy
+from strategies.strategy.base import Strategy
 
 __all__ = [
     "StrategyOptimizer",

@@ -151,7 +151,7 @@ def _columns(values: list[Any], operation: str) -> list[list[Any]]:
     rows = [arrays_of(value, operation) for value in values]
     columns = [list(column) for column in zip(*rows, strict=True)]
     for column in columns:
-        _check_alike(operation, [array.dtype for array in column], "dtype")
+        _check_consistent(operation, [array.dtype for array in column], "dtype")
     # Those of a process are combined on the device of its first replica.
     return [
         [column[0], *(array_ops.to_device_of(column[0], x) for x in column[1:])]
@@ -171,7 +171,7 @@ def _fill(structure: Any, found: list[Any]) -> Any:
 
 def _combine(op: ReduceOp, column: list[Any]) -> Any:
     """Combine the arrays of this process's replicas element by element."""
-    _check_alike("reduce", [tuple(array.shape) for array in column], "shape")
+    _check_consistent("reduce", [tuple(array.shape) for array in column], "shape")
     work, final = _dtypes(column[0], op)
     total = _add([array_ops.astype(array, work) for array in column])
     if op == "mean" and len(column) > 1:
@@ -198,7 +198,7 @@ def _along(op: ReduceOp, column: list[Any], axis: Axis) -> tuple[Any, int]:
         count += math.prod(array.shape[a] for a in axes)
         xp = array_namespace(array)
         partial.append(xp.sum(array, axis=axes, dtype=getattr(xp, work)))
-    _check_alike("reduce", [tuple(array.shape) for array in partial], "shape without the axes")
+    _check_consistent("reduce", [tuple(array.shape) for array in partial], "shape without the axes")
     # A mean is rounded once, after the division.
     return array_ops.astype(_add(partial), work if op == "mean" else final), count
 
@@ -224,7 +224,7 @@ def _axes(axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
 def _join(column: list[Any], axis: int) -> Any:
     """Join the arrays of this process's replicas."""
     first = column[0]
-    _check_alike("gather", [array.ndim for array in column], "number of dimensions")
+    _check_consistent("gather", [array.ndim for array in column], "number of dimensions")
     if not -first.ndim <= axis < first.ndim:
         raise InvalidArgumentError(
             f"gather: no such axis, expected less than {first.ndim} dimensions, got axis {axis} "
@@ -232,7 +232,7 @@ def _join(column: list[Any], axis: int) -> Any:
         )
     at = axis % first.ndim
     rows = [tuple(array.shape[:at]) + tuple(array.shape[at + 1 :]) for array in column]
-    _check_alike("gather", rows, "shape beside the axis")
+    _check_consistent("gather", rows, "shape beside the axis")
     return first if len(column) == 1 else array_namespace(first).concat(column, axis=at)
 
 
@@ -245,7 +245,7 @@ def _swap(array: Any, axis: int) -> Any:
     return array_namespace(array).permute_dims(array, tuple(order))
 
 
-def _check_alike(operation: str, facts: list[Any], what: str) -> None:
+def _check_consistent(operation: str, facts: list[Any], what: str) -> None:
     if any(fact != facts[0] for fact in facts):
         raise InvalidArgumentError(
             f"{operation}: the replicas' arrays do not fit, expected one {what}, got "

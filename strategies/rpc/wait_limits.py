@@ -31,7 +31,7 @@ def wait_limit(timeout: float | None) -> float | None:
 
 
 def is_unlimited() -> bool:
-    """Return whether this thread is inside of `unlimited`."""
+    """Return whether this thread is inside of `no_wait_limit`."""
     return _unlimited.get()
 
 

@@ -32,7 +32,7 @@ class Evaluator:
 
     Example:
         >>> import tempfile, numpy as np
-        >>>         >>>         >>>         >>> from strategies.training import checkpoint
+        >>> from strategies.checkpoint import checkpoint
         >>> folder = tempfile.mkdtemp()
         >>> evaluator = Evaluator(
         ...     folder,

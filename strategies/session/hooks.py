@@ -8,13 +8,13 @@ So a loss that is not a number is found before anything is written.
 | --- | --- | --- |
 | `StopAtStep` | 10 | ends the training at a step |
 | `StepCounter` | 20 | counts steps per second |
-| `Logging` | 30 | writes values into the log |
+| `LogValues` | 30 | writes values into the log |
 | `NanGuard` | 40 | ends the training when a value is not finite |
 | one's own | 50 | |
 | `Summaries` | 60 | metrics, TensorBoard and a line of progress, on the chief |
-| `Checkpoints` | 70 | says when a checkpoint is due |
+| `SaveCheckpoints` | 70 | says when a checkpoint is due |
 | `Profiler` | 80 | a timeline of some steps |
-| `Final` | 90 | a last value |
+| `RunAtEnd` | 90 | a last value |
 
 Callbacks of one hook come in this order: `begin`, `after_create`, (`before_run`, `after_run`,
 `after_save`)*, `end`. After a failure that training goes on from, `after_create` comes again.
@@ -45,7 +45,7 @@ __all__ = [
     "StopAtStep",
 ]
 
-_log = logging.getLogger("strategies.training")
+_log = logging.getLogger("strategies.session")
 
 
 class StopAtStep(Hook):
@@ -120,7 +120,7 @@ class StepCounter(Hook):
 
 
 class LogValues(Hook):
-    """Write values into the log `strategies.training`, level INFO, on the chief.
+    """Write values into the log `strategies.session`, level INFO, on the chief.
 
     Args:
         every_steps: how many steps lie between; or
@@ -142,9 +142,11 @@ class LogValues(Hook):
     ) -> None:
         if at_end and (every_steps, every_seconds) != (None, None):
             raise ValueError(
-                "Logging: expected either at_end, or steps, or seconds, got at_end too"
+                "LogValues: expected either at_end, or steps, or seconds, got at_end too"
             )
-        self._timer = None if at_end else Timer("Logging", steps=every_steps, seconds=every_seconds)
+        self._timer = (
+            None if at_end else Timer("LogValues", steps=every_steps, seconds=every_seconds)
+        )
         self._last: Values = {}
 
     def after_create(self, session: Session) -> None:
@@ -233,7 +235,7 @@ class SaveCheckpoints(Hook):
     def __init__(
         self, *, every_steps: int | None = None, every_seconds: float | None = None
     ) -> None:
-        self._timer = Timer("Checkpoints", steps=every_steps, seconds=every_seconds)
+        self._timer = Timer("SaveCheckpoints", steps=every_steps, seconds=every_seconds)
 
     def after_create(self, session: Session) -> None:
         """Begin to count."""

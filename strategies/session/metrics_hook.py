@@ -8,7 +8,7 @@ from collections.abc import Mapping
 from pathlib import Path
 from typing import Any
 
-from strategies.checkpoint import atomic_io
+from strategies.core import atomic_io
 from strategies.session.hook_base import Hook, Session, Timer
 from strategies.session.metrics_writer import MetricsWriter, Progress
 
@@ -105,6 +105,6 @@ def _event_writer(folder: Path, *, resume_step: int | None = None) -> Any:
         raise ImportError(
             "Summaries: tensorboardX is missing; install it by `pip install tensorboardX`"
         ) from error
-    with atomic_io.explained("Summaries", folder):
+    with atomic_io.translate_errors("Summaries", folder):
         purge = None if resume_step is None else resume_step + 1
         return SummaryWriter(str(folder), purge_step=purge)

@@ -17,7 +17,7 @@ from typing import Any, TextIO
 import numpy as np
 
 from strategies import errors
-from strategies.checkpoint import atomic_io
+from strategies.core import atomic_io
 from strategies.core.validation import integer
 
 __all__ = ["MetricsWriter", "Progress", "loss_curve", "read_metrics"]
@@ -46,7 +46,7 @@ class MetricsWriter:
     def __init__(self, path: str | os.PathLike[str], *, resume_step: int | None = None) -> None:
         self._path = Path(path)
         self._lock = threading.Lock()
-        with atomic_io.explained("metrics", self._path):
+        with atomic_io.translate_errors("metrics", self._path):
             self._path.parent.mkdir(parents=True, exist_ok=True)
             if resume_step is not None and self._path.exists():
                 _keep_until(self._path, resume_step)
@@ -68,7 +68,7 @@ class MetricsWriter:
         """
         fields = {name: _scalar(name, value) for name, value in scalars.items()}
         text = json.dumps({"step": operator.index(step), **fields}, allow_nan=False)
-        with self._lock, atomic_io.explained("metrics", self._path):
+        with self._lock, atomic_io.translate_errors("metrics", self._path):
             if self._file.closed:
                 raise errors.FailedPreconditionError(
                     f"metrics: write after close (file: {self._path})"
@@ -85,7 +85,7 @@ class MetricsWriter:
 
     def close(self) -> None:
         """Close the file; harmless when called again."""
-        with self._lock, atomic_io.explained("metrics", self._path):
+        with self._lock, atomic_io.translate_errors("metrics", self._path):
             self._file.close()
 
     def __enter__(self) -> MetricsWriter:
@@ -102,7 +102,7 @@ def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
         NotFoundError: there is no such file.
         DataLossError: a line other than the last is damaged; the message gives its number.
     """
-    with atomic_io.explained("metrics", Path(path)):
+    with atomic_io.translate_errors("metrics", Path(path)):
         return [fields for _, fields in _lines(Path(path))]
 
 
@@ -145,7 +145,7 @@ def loss_curve(path_jsonl: str | os.PathLike[str], path_png: str | os.PathLike[s
     axes.grid(alpha=0.3)
     axes.legend()
     part = Path(path_png).with_name(f".tmp-{Path(path_png).name}")
-    with atomic_io.explained("loss_curve", Path(path_png)):
+    with atomic_io.translate_errors("loss_curve", Path(path_png)):
         part.parent.mkdir(parents=True, exist_ok=True)
         try:
             figure.savefig(part, format="png", dpi=120)

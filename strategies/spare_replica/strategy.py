@@ -18,7 +18,7 @@ from strategies.replicas.datasets import InputContext, Policy
 from strategies.rpc.service import Service
 from strategies.spare_replica.per_variable_optimizer import PerVariableOptimizer
 from strategies.spare_replica.steps import SpareSteps, StepReport
-from strategies.strategy.base.base import Strategy
+from strategies.strategy.base import Strategy
 
 __all__ = ["SpareReplicaStrategy"]
 

@@ -18,7 +18,7 @@ from strategies.core.process_group import of_this_job
 from strategies.replicas import context
 from strategies.replicas.context import ReplicaContext
 from strategies.replicas.variable import Variable
-from strategies.strategy.base.base import Strategy
+from strategies.strategy.base import Strategy
 
 __all__ = [
     "CentralStorageStrategy",
@@ -191,9 +191,9 @@ class CentralStorageStrategy(Strategy):
 
     def update(self, variables: Sequence[Any], change: Callable[[], None]) -> None:
         """Change the variables on rank 0, and copy them to the others; *collective*."""
-        self.ranks.prepared("update", change if self.is_chief else lambda: None)
+        self.ranks.run_then_agree("update", change if self.is_chief else lambda: None)
         for variable in variables:
             if isinstance(variable, Variable):
-                variable.fill(self.ranks.of_chief(variable.components[0]))
+                variable.fill(self.ranks.broadcast_from_chief(variable.components[0]))
             else:
-                variable[...] = np.asarray(self.ranks.of_chief(variable))
+                variable[...] = np.asarray(self.ranks.broadcast_from_chief(variable))

@@ -28,7 +28,7 @@ from strategies.averaging.overlap import Overlap
 __all__ = ["GradientHooks"]
 
 # By which name errors call what users make; as in `distributed_optimizer`.
-_KNOWN_AS = {"Backward": "DistributedOptimizer"}
+_KNOWN_AS = {"GradientHooks": "DistributedOptimizer"}
 
 
 class GradientHooks:
@@ -49,7 +49,7 @@ class GradientHooks:
 
     @property
     def passes(self) -> int:
-        """How many there were since they were last `taken`."""
+        """How many there were since they were last `claimed`."""
         return max(self._counts.values(), default=0)
 
     def watch(self, parameters: Sequence[torch.Tensor], *, again: bool = False) -> None:

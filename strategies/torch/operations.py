@@ -160,7 +160,7 @@ def differs_in_memory(error: cc.MismatchError) -> bool:
 
     So it is in DDP's `join`, where ranks that have no more data take part with buckets that are new
     each time, and the others' are in shared memory, or about to be moved there by a call of
-    `allgather_object` (`strategies.torch.ddp_buckets`). All ranks get the same error, so all do alike.
+    `allgather_object` (`ddp_buckets`). All ranks get the same error, so all do alike.
     """
     if error.operations == {"allreduce"}:
         return "memory" in error.fields
@@ -226,7 +226,7 @@ def scatter(
         arrays = [_lend(comm, part)[0].reshape(-1) for part in parts]
         joined, sizes = np.concatenate(arrays), [array.size for array in arrays]
     own = _memory([output])
-    received = comm.scatter(joined, root, out=own, splits=sizes, timeout=limit)
+    received = comm.scatter(joined, root, out=own, counts=sizes, timeout=limit)
     if own is None:
         _fill("scatter", [output], received)
 
@@ -272,7 +272,7 @@ def alltoall(comm: cc.Communicator, outputs: Tensors, inputs: Tensors, limit: fl
     """Give every rank one of the inputs, and fill the outputs with what all give."""
     arrays = [_lend(comm, tensor)[0].reshape(-1) for tensor in inputs]
     sizes = [array.size for array in arrays]
-    joined = comm.alltoall(np.concatenate(arrays), splits=sizes, timeout=limit)
+    joined = comm.alltoall(np.concatenate(arrays), counts=sizes, timeout=limit)
     _fill("alltoall", outputs, joined)
 
 
@@ -286,7 +286,7 @@ def alltoall_rows(
     sizes = list(input_sizes) or [rows // comm.size] * comm.size
     row = math.prod(array.shape[1:])
     joined, received = comm.alltoall(
-        array.reshape(rows, row), splits=sizes, received=True, timeout=limit
+        array.reshape(rows, row), counts=sizes, return_counts=True, timeout=limit
     )
     if output_sizes and list(output_sizes) != received.tolist():
         raise ValueError(

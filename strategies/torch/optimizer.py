@@ -50,7 +50,7 @@ __all__ = ["TorchOptimizer"]
 _KNOWN_AS = {"TorchOptimizer": "DistributedOptimizer"}
 
 
-class GradState(enum.Enum):
+class _GradState(enum.Enum):
     """What `.grad` holds."""
 
     OWN = "the gradients of this rank since the last update"
@@ -113,7 +113,7 @@ class TorchOptimizer(_Optimizer):
         self._known: list[tuple[int, torch.dtype]] = []
         self._kept: list[torch.Tensor] = []
         self._leaves: list[ParameterSpec] = []
-        self._held = GradState.OWN
+        self._held = _GradState.OWN
         parameters = parameters_of(optimizer)
         self._backward.watch(parameters)
         if self._averaging.overlaps:
@@ -124,7 +124,7 @@ class TorchOptimizer(_Optimizer):
         if name == "optimizer":  # not yet there, as in a copy that is being made
             raise AttributeError(name)
         if name == "param_groups":
-            self._held = GradState.AVERAGED if self._held is GradState.ASKED else self._held
+            self._held = _GradState.AVERAGED if self._held is _GradState.ASKED else self._held
         found = getattr(self.optimizer, name)
         return self._method_guard.guard(name, found) if inspect.ismethod(found) else found
 
@@ -163,7 +163,7 @@ class TorchOptimizer(_Optimizer):
         require_one_replica("step")
         if closure is not None:
             return self._step_with(closure, examples)
-        if self._held is GradState.ASKED:
+        if self._held is _GradState.ASKED:
             self._forget()
             raise ValueError(
                 "step: the scaler has unscaled gradients before they were averaged; call "
@@ -172,7 +172,7 @@ class TorchOptimizer(_Optimizer):
         if self._gather(examples):
             self._clip()
             self.optimizer.step()
-        self._held = GradState.OWN
+        self._held = _GradState.OWN
         return None
 
     def synchronize(self, *, examples: float | None = None) -> bool:
@@ -204,7 +204,7 @@ class TorchOptimizer(_Optimizer):
         """
 
         def prepare() -> tuple[AveragingOptions, list[str]]:
-            if self._backward.passes or self._held is not GradState.OWN:
+            if self._backward.passes or self._held is not _GradState.OWN:
                 raise ValueError("set_backward_passes_per_step: expected this right after a step")
             rule = dataclasses.replace(self._rule, backward_passes_per_step=passes)
             rule.check()
@@ -243,7 +243,7 @@ class TorchOptimizer(_Optimizer):
         self._backward.restore(parameters_of(self.optimizer))
         self._averaging.close()
 
-    def move(self, comm: cc.Communicator) -> None:
+    def rebind(self, comm: cc.Communicator) -> None:
         """Average among other ranks from now on; *collective* over these.
 
         For ranks that have outlived others: what the old communicator held is let go.
@@ -265,17 +265,17 @@ class TorchOptimizer(_Optimizer):
                     f"step: with backward_passes_per_step={k} call scaler.step once after {k} "
                     "backward passes"
                 )
-            self._held = GradState.ASKED
+            self._held = _GradState.ASKED
         return False
 
     @property
     def _averaged(self) -> bool:
-        return self._held in (GradState.AVERAGED, GradState.ASKED)
+        return self._held in (_GradState.AVERAGED, _GradState.ASKED)
 
     def _gather(self, examples: float | None, error: Exception | None = None) -> bool:
         """Average the gradients if there were enough passes; tells whether they are averages."""
         fresh = self._backward.passes
-        if not fresh and self._held is not GradState.OWN:
+        if not fresh and self._held is not _GradState.OWN:
             if examples is not None and self._averaged:
                 raise ValueError(
                     "step: the gradients are averaged already, expected examples= as an argument "
@@ -293,11 +293,11 @@ class TorchOptimizer(_Optimizer):
             complete=self._rule.partial_steps,
         )  # fmt: skip
         if whole is None:
-            self._held = GradState.ADDED
+            self._held = _GradState.ADDED
             for parameter in parameters:
                 parameter.grad = None
         else:
-            self._held = GradState.AVERAGED
+            self._held = _GradState.AVERAGED
             whole = whole._replace(made_dense=frozenset(self._made_dense))
             self._made_dense.clear()
             self._average(parameters, whole, unchanged)
@@ -359,7 +359,7 @@ class TorchOptimizer(_Optimizer):
                 loss = closure()
             except Exception as caught:
                 error = caught
-            self._held = GradState.OWN
+            self._held = _GradState.OWN
             self._gather(examples, error)
             self._clip()
             if loss is None:
@@ -370,11 +370,11 @@ class TorchOptimizer(_Optimizer):
         try:
             return self.optimizer.step(averaged)
         finally:
-            self._held = GradState.OWN
+            self._held = _GradState.OWN
 
     def _forget(self) -> None:
         self._backward.claimed()
-        self._held = GradState.OWN
+        self._held = _GradState.OWN
 
     def _name(self, parameter: torch.Tensor) -> str:
         name: str = self._names.setdefault(parameter, f"parameter {len(self._names)}")

@@ -1,4 +1,4 @@
-"""Tensors from one rank to another, as jobs of `strategies.torch.work.Pending`."""
+"""Tensors from one rank to another, as jobs of `strategies.torch.work.PendingWork`."""
 
 from __future__ import annotations
 

@@ -36,7 +36,7 @@ _SIOCGIFADDR = 0x8915
 _IPV6, _GLOBAL = Path("/proc/net/if_inet6"), "00"
 
 
-class StoreAddress(NamedTuple):
+class _StoreAddress(NamedTuple):
     """Where rank 0 serves the store."""
 
     node: int
@@ -125,7 +125,7 @@ def _store(comm: cc.Communicator, timeout: timedelta) -> distributed.Store:
     """
     limit = timeout_seconds(timeout, comm)
     store: distributed.TCPStore | None = None
-    place: StoreAddress | None = None
+    place: _StoreAddress | None = None
     error: str | None = None
     if comm.rank == 0:
         try:
@@ -134,7 +134,7 @@ def _store(comm: cc.Communicator, timeout: timedelta) -> distributed.Store:
             )
             store.set(_KEY, secret := secrets.token_hex(8))
             hosts = addresses() if comm.num_nodes > 1 else []
-            place = StoreAddress(comm.node_rank, hosts, store.port, secret)
+            place = _StoreAddress(comm.node_rank, hosts, store.port, secret)
         except (OSError, RuntimeError) as caught:
             error = str(caught)
     place = comm.broadcast_object(place, timeout=limit)
@@ -155,7 +155,7 @@ def _store(comm: cc.Communicator, timeout: timedelta) -> distributed.Store:
 
 
 def _join(
-    hosts: Sequence[str], place: StoreAddress, size: int, timeout: timedelta, wait: float
+    hosts: Sequence[str], place: _StoreAddress, size: int, timeout: timedelta, wait: float
 ) -> tuple[distributed.TCPStore | None, str | None]:
     """Return the store at the first host where it is found, or why it is at none of them.
 

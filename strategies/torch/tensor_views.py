@@ -74,7 +74,7 @@ def as_numpy(tensor: torch.Tensor) -> Array:
 def contiguous_view(tensor: torch.Tensor) -> Array | None:
     """Return the memory of a tensor as an array where that takes no more than to ask for it.
 
-    So it is for nearly all tensors that are reduced: 1.5 us, where `lend` takes 4.
+    So it is for nearly all tensors that are reduced: 1.5 us, where `borrow` takes 4.
     """
     if tensor.dtype in _SHOWN_AS or not is_contiguous_host(tensor):
         return None

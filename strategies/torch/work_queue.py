@@ -36,7 +36,7 @@ _DRAIN = 5.0
 
 
 class QueuedOperation:
-    """An operation in line; a `strategies.torch.work.Job`.
+    """An operation in line; a `strategies.torch.work.WorkSource`.
 
     Args:
         line: in which it is.

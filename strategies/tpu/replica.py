@@ -108,7 +108,7 @@ class TracedReplica(ReplicaContext):
         def over_ranks(strategy: Any, payload: list[Any]) -> list[Any]:
             op = reductions.op_over_ranks(chosen)
             ranks = strategy.ranks.with_options(options)
-            return list(ranks.reduced(payload, op, rounded=True))
+            return list(ranks.allreduce(payload, op, rounded=True))
 
         result = self._over_ranks(f"all_reduce {chosen}", partial, over_ranks)
         halves = [str(leaf.dtype) in ("float16", "bfloat16") for leaf in found]

@@ -24,7 +24,7 @@ from strategies.core.process_group import of_this_job
 from strategies.optimizers import Optimizer
 from strategies.replicas import context, datasets
 from strategies.replicas.context import require_cross_replica
-from strategies.strategy.base.base import Strategy
+from strategies.strategy.base import Strategy
 
 __all__ = ["TPUStrategy"]
 
@@ -82,7 +82,7 @@ class TPUStrategy(Strategy):
         super().__init__(names, of_this_job() if comm is None else comm, communication_options)
         self.ranks.agree("TPUStrategy", error)
         self.cluster_resolver = resolver
-        self._mesh = self.ranks.prepared("TPUStrategy", self._make_mesh)
+        self._mesh = self.ranks.run_then_agree("TPUStrategy", self._make_mesh)
         self._programs: dict[Any, Any] = {}
         self._reasons: set[str] = set()
 
@@ -105,7 +105,7 @@ class TPUStrategy(Strategy):
         require_cross_replica(self, "run")
         if not isinstance(args, (list, tuple)):
             return super().run(fn, args, kwargs)
-        self.ranks.begin()
+        self.ranks.start()
         program, given, why, error = None, None, "", None
         try:
             program, given, why = self._compile(fn, [list(args), dict(kwargs or {})])
@@ -130,7 +130,7 @@ class TPUStrategy(Strategy):
     def _any_cannot(self, why: str) -> bool:
         """Tell whether any rank has a reason not to compile; *collective*."""
         mine = np.array([bool(why)], np.int64)
-        return bool(self.ranks.reduced([mine], cc.MAX)[0][0])
+        return bool(self.ranks.allreduce([mine], cc.MAX)[0][0])
 
     def _compile(self, fn: Callable[..., Any], given: Any) -> tuple[Any, Any, str]:
         """Return the program for a call, its arguments, and why there is none."""

@@ -1,7 +1,7 @@
 """What can be done with a variable on tasks, by callers anywhere: whole, or in parts.
 
-An operation is divided into an `Item` for each part that it concerns, and what comes of these is
-put together again.
+An operation is divided into an `VariableRequest` for each part that it concerns, and what comes of
+these is put together again.
 """
 
 from __future__ import annotations
@@ -74,7 +74,7 @@ class VariableOps(abc.ABC, Generic[V]):
 
     @abc.abstractmethod
     def _split(self, seen: V | None) -> Sequence[int | None]:
-        """Undo `_together`."""
+        """Undo `_join`."""
 
     def is_initialized(self) -> bool:
         """Return whether there is a value, in all parts; does not wait for that."""

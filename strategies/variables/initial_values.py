@@ -92,7 +92,7 @@ class PartInitializer:
 
 
 def part_from_dict(words: Mapping[str, Any]) -> PartInitializer:
-    """Undo `MadePart.as_words`.
+    """Undo `PartInitializer.to_dict`.
 
     Raises:
         NotFoundError: the initializer cannot be imported here.

@@ -62,7 +62,7 @@ def _attempt(
 
 
 def outcome_of(facts: Any, arrays: list[Array]) -> Result | OpError:
-    """Return an outcome that was sent; see `_Order`."""
+    """Return an outcome that was sent; see `_BatchRequest`."""
     return message.error_from(facts) if isinstance(facts, dict) else Result(facts, arrays)
 
 
@@ -140,9 +140,11 @@ class _BatchRequest:
                 whole = "as" in options and not rows
             else:
                 whole = len(arrays) < 2 or thing.is_read
-            total += thing.locked.nbytes if whole else 0
-            length = max(thing.locked.shape[:1], default=1)
-            total += arrays[0].size * (thing.locked.nbytes // max(length, 1)) if rows else 0
+            total += thing.initialized_value.nbytes if whole else 0
+            length = max(thing.initialized_value.shape[:1], default=1)
+            total += (
+                arrays[0].size * (thing.initialized_value.nbytes // max(length, 1)) if rows else 0
+            )
         return total
 
     def _divide(self) -> list[tuple[int, ...]]:
@@ -198,7 +200,7 @@ def _serve(operation: str, things: Sequence[StoredVariable], work: ServerRequest
 def initialize_once(
     thing: StoredVariable, value: Array | Callable[[], Array], wanted: Mapping[str, Any]
 ) -> None:
-    """Set the first value, unless there is one; see `Stored.initialize`.
+    """Set the first value, unless there is one; see `StoredVariable.initialize`.
 
     Raises:
         InvalidArgumentError: there is one, and it was made for something else.

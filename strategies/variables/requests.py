@@ -1,6 +1,7 @@
 """What callers ask of variables on tasks, and what they get: one message to each task.
 
-An `Item` says what is to be done with one variable; `perform` does it, here and elsewhere.
+An `VariableRequest` says what is to be done with one variable; `perform` does it, here and
+elsewhere.
 """
 
 from __future__ import annotations

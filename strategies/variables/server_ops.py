@@ -56,7 +56,7 @@ def execute(
     """Perform an action; a wrong argument is an `InvalidArgumentError` wherever the caller is."""
     try:
         if operation not in _RAW:
-            arrays = [widened(array, options, thing.locked.dtype) for array in arrays]
+            arrays = [widened(array, options, thing.initialized_value.dtype) for array in arrays]
         return ACTIONS[operation](thing, arrays, options)
     except OpError:
         raise
@@ -214,9 +214,9 @@ def _apply_gradients(
     if staleness is not None and most is not None and staleness > most:
         return Result([thing.version, staleness, False], [])
     gradient: Any = arrays[0] if len(arrays) == 1 else Rows(*arrays)
-    where, dtype = f"variable: {thing.name}", dtype_name(thing.locked)
+    where, dtype = f"variable: {thing.name}", dtype_name(thing.initialized_value)
     gradient = checked_rows(
-        gradient, thing.locked.shape, dtype, "apply_gradients", where, cast=True
+        gradient, thing.initialized_value.shape, dtype, "apply_gradients", where, cast=True
     )
     gradient = gradient_sums.rounded(gradient, dtype)
     factor = 1.0 / (1 + (staleness or 0)) if options.get("scaled") else 1.0
@@ -232,12 +232,12 @@ def _change(thing: StoredVariable) -> Result:
 
 def _like(operation: str, thing: StoredVariable, array: Array) -> Array:
     """Return an array of the variable's shape and dtype."""
-    partition.check_shape(operation, array, thing.locked.shape, thing.name)
+    partition.check_shape(operation, array, thing.initialized_value.shape, thing.name)
     return _like_dtype(operation, thing, array)
 
 
 def _like_dtype(operation: str, thing: StoredVariable, array: Array) -> Array:
-    dtype = thing.locked.dtype
+    dtype = thing.initialized_value.dtype
     if not np.can_cast(array.dtype, dtype, "same_kind"):
         raise InvalidArgumentError(
             f"{operation}: the value has the wrong dtype, expected {dtype}, got {array.dtype} "
@@ -248,12 +248,12 @@ def _like_dtype(operation: str, thing: StoredVariable, array: Array) -> Array:
 
 def _indices(operation: str, thing: StoredVariable, indices: Array) -> Array:
     """Return indices of rows as int64."""
-    if thing.locked.ndim == 0 or (indices.size and indices.dtype.kind not in "iu"):
+    if thing.initialized_value.ndim == 0 or (indices.size and indices.dtype.kind not in "iu"):
         raise InvalidArgumentError(
             f"{operation}: expected integers that name rows, got {indices.dtype} for a variable of "
-            f"{thing.locked.ndim} dimensions (variable: {thing.name})"
+            f"{thing.initialized_value.ndim} dimensions (variable: {thing.name})"
         )
-    length = len(thing.locked)
+    length = len(thing.initialized_value)
     if indices.size and not 0 <= indices.min() <= indices.max() < length:
         raise InvalidArgumentError(
             f"{operation}: an index is out of range, expected 0 .. {length - 1}, got "
@@ -263,7 +263,7 @@ def _indices(operation: str, thing: StoredVariable, indices: Array) -> Array:
 
 
 def _rows_like(operation: str, thing: StoredVariable, indices: Array, rows: Array) -> Array:
-    expected = (*indices.shape, *thing.locked.shape[1:])
+    expected = (*indices.shape, *thing.initialized_value.shape[1:])
     if indices.ndim != 1 or rows.shape != expected:
         raise InvalidArgumentError(
             f"{operation}: expected a row for every index, of shape {expected}, got {rows.shape} "

@@ -73,7 +73,7 @@ def optimizer_to_dict(optimizer: Optimizer | None, operation: str) -> dict[str, 
 
 
 def make_optimizer(words: Mapping[str, Any]) -> Optimizer:
-    """Undo `optimizer_as_words`."""
+    """Undo `optimizer_to_dict`."""
     arguments = dict(words)
     kind = _KINDS[arguments.pop("class")]
     given = arguments["learning_rate"]
@@ -145,14 +145,14 @@ class StoredVariable:
         return True
 
     @property
-    def locked(self) -> Array:
+    def initialized_value(self) -> Array:
         """The value, where it is known that there is one."""
         assert self.value is not None
         return self.value
 
     def view(self) -> Array:
         """Return the value, which will not change; with the lock held."""
-        view: Array = self.locked.view()
+        view: Array = self.initialized_value.view()
         view.flags.writeable = False
         return view
 

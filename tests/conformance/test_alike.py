@@ -49,11 +49,13 @@ def assert_differs(comm, words, function):
 )
 def test_one_bit_of_one_array_is_found(world, array):
     def check(comm):
-        strategies.check_alike({"w": array, "empty": np.empty((0, 2))}, comm=comm)
-        words = rf"check_alike: .* values, w: {array.dtype} of shape .* on rank {comm.size - 1} is"
+        strategies.check_consistent({"w": array, "empty": np.empty((0, 2))}, comm=comm)
+        words = (
+            rf"check_consistent: .* values, w: {array.dtype} of shape .* on rank {comm.size - 1} is"
+        )
         given = {"w": changed(array.copy(), comm)}
-        assert_differs(comm, words, lambda: strategies.check_alike(given, comm=comm))
-        strategies.check_alike([array], comm=comm)
+        assert_differs(comm, words, lambda: strategies.check_consistent(given, comm=comm))
+        strategies.check_consistent([array], comm=comm)
 
     world.run(check)
 
@@ -62,19 +64,21 @@ def test_values_of_every_kind(world):
     def check(comm):
         variable = strategies.Variable(np.ones(2), name="v")
         alike = [variable, {"rate": 0.1, "text": "adam", "none": None}]
-        strategies.check_alike(alike, comm=comm)
-        strategies.check_alike([], comm=comm)
+        strategies.check_consistent(alike, comm=comm)
+        strategies.check_consistent([], comm=comm)
         mine = {"step": 7 + last(comm)}
         words = rf"step: int is 7 on rank 0, 8 on rank {comm.size - 1}"
-        assert_differs(comm, words, lambda: strategies.check_alike(mine, comm=comm))
+        assert_differs(comm, words, lambda: strategies.check_consistent(mine, comm=comm))
         zero = [-0.0 if last(comm) else 0.0]
-        assert_differs(comm, "is 0.0 on rank 0", lambda: strategies.check_alike(zero, comm=comm))
+        assert_differs(
+            comm, "is 0.0 on rank 0", lambda: strategies.check_consistent(zero, comm=comm)
+        )
         fewer = {} if last(comm) else {"w": np.ones(2)}
         words = rf"w: float64 of shape \(2,\) on rank 0, nothing on rank {comm.size - 1}"
-        assert_differs(comm, words, lambda: strategies.check_alike(fewer, comm=comm))
+        assert_differs(comm, words, lambda: strategies.check_consistent(fewer, comm=comm))
         wrong = object() if last(comm) or comm.size == 1 else 1
         with pytest.raises(TypeError, match=r"expected arrays, numbers and text, got object \(a\)"):
-            strategies.check_alike({"a": wrong}, comm=comm)
+            strategies.check_consistent({"a": wrong}, comm=comm)
 
     world.run(check)
 

@@ -434,7 +434,7 @@ def test_a_call_like_an_earlier_one_does_not_look_at_everything_again(name, monk
             if name == "torch strided":
                 continue
             with monkeypatch.context() as here:
-                here.setattr(host_arrays, "borrow", None)
+                here.setattr(host_arrays, "host_view", None)
                 run(comm, make())
 
     inprocess.run_ranks(1, check)

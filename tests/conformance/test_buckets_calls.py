@@ -285,7 +285,7 @@ def test_a_step_may_be_ended_by_an_error_of_the_caller(world, before, error):
             for _ in range(2):
                 if comm.rank == culprit:
                     ready_all(buckets, [None] * 4, before)
-                    buckets.end_by(error)
+                    buckets.fail(error)
                 else:
                     ready_all(buckets, [None] * 4, range(4))
                     told = f"refused on rank {culprit}.*{type(error).__name__}: {error}"
@@ -294,7 +294,7 @@ def test_a_step_may_be_ended_by_an_error_of_the_caller(world, before, error):
                 ones = [np.ones(2, np.float32)] * 4
                 assert [x[0] for x in buckets.allreduce(ones)] == [comm.size] * 4
         with pytest.raises(cc.CollectiveError, match="the buckets were closed"):
-            buckets.end_by(error)
+            buckets.fail(error)
 
     world.run(check)
 
@@ -427,10 +427,10 @@ def test_a_step_that_is_taken_back_leaves_no_residual(world):
                 if buckets is twins[1] and step % 3 == 1:  # other gradients, which nobody wants
                     ready_all(buckets, [value * 3 for value in values], [1, 0])
                     buckets.wait(LIMIT)
-                    buckets.take_back()
-                    buckets.take_back()
+                    buckets.restore_feedback()
+                    buckets.restore_feedback()
                     results = [x.copy() for x in buckets.allreduce(values)]
-                    buckets.take_back()  # of a step that there was not
+                    buckets.restore_feedback()  # of a step that there was not
                 else:
                     ready_all(buckets, values, [1, 0])
                     results = [x.copy() for x in buckets.wait(LIMIT)]

@@ -150,8 +150,8 @@ def test_a_list_of_shapes_that_one_rank_has_forgotten_is_no_deadlock(world):
         reduce = functools.partial(comm.grouped_allreduce, [np.ones(3)], op=cc.SUM)
         reduce()
         if comm.rank == 0:
-            comm.kept(FusionCache).known.clear()
-        if comm.size > 1 and not comm.sends_messages:
+            comm.state_of(FusionCache).known.clear()
+        if comm.size > 1 and not comm.uses_messages:
             with pytest.raises(cc.MismatchError, match="planned is"):
                 reduce()
         else:
@@ -296,7 +296,7 @@ def test_objects_reach_all_ranks(world, size):
         (ValueError, "'dense' needs num_rows",
          lambda c: c.sparse_allreduce([0], np.ones(1), algorithm="dense")),
         (ValueError, "each at most once", lambda c: c.group([0, 0])),
-        (ValueError, "splits do not fit", lambda c: c.alltoall(np.zeros(3), splits=[1] * 9)),
+        (ValueError, "counts do not fit", lambda c: c.alltoall(np.zeros(3), counts=[1] * 9)),
     ],
 )  # fmt: skip
 def test_wrong_use_says_what_was_expected(world, kind, words, call):

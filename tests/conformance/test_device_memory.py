@@ -37,7 +37,7 @@ def cupy(monkeypatch):
 
 def on(comm, route):
     """The communicator, as it is where MPI does or does not take device memory."""
-    comm.kept(DeviceOperations).aware = route == "aware"
+    comm.state_of(DeviceOperations).aware = route == "aware"
     return comm
 
 

@@ -8,8 +8,8 @@ import numpy as np
 
 import strategies
 from strategies.checkpoint import Saver, checkpoint
+from strategies.experiment import train_and_evaluate
 from strategies.session import TrainingSession, hooks, read_metrics
-from strategies.strategy.base.experiment import train_and_evaluate
 
 
 def folder_of(comm):

@@ -18,7 +18,7 @@ def everyone(world, check):
     """Call `check(comm, process_set)` on every rank."""
 
     def run(comm):
-        made = hvd.Session(comm)
+        made = hvd.HorovodContext(comm)
         check(comm, made.world)
         made.close()
 
@@ -244,7 +244,7 @@ def test_a_step_after_fewer_passes_updates_with_these(world):
 
 def test_who_is_not_in_the_process_set_steps_alone(world):
     def run(comm):
-        made = hvd.Session(comm)
+        made = hvd.HorovodContext(comm)
         some = made.world if comm.size == 1 else made.add([0])
         model = network()
         optimizer = hvd.DistributedOptimizer(

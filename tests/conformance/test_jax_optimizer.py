@@ -279,7 +279,7 @@ def test_a_forgotten_broadcast_or_another_rate_is_an_error_on_all(world, compile
             first()
         update(0.5, "nothing")()
         params = strategies.broadcast_parameters(params, comm=comm)
-        strategies.check_alike(params, comm=comm)
+        strategies.check_consistent(params, comm=comm)
         np.testing.assert_array_equal(first(3)["w"], -0.5)
         # Of a warm-up that begins at zero the first updates are alike.
         rate = optax.linear_schedule(0, 0.2 if odd else 0.1, 10)

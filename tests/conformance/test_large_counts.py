@@ -41,7 +41,7 @@ def check_two_ranks(comm):
     x = comm.shared_empty(COUNT, np.uint8, timeout=60)
     assert comm.node_engine is not None
     engine = comm.node_engine
-    assert engine.shared.place_of(x) is not None, "there was no room for the shared arrays"
+    assert engine.shared.location_of_pair(x) is not None, "there was no room for the shared arrays"
 
     def fill(base):
         x[...] = base
@@ -89,6 +89,6 @@ def test_mpis_own_alltoall_of_too_many_bytes_on_one_rank_is_refused_on_all(world
         x = np.empty(count, np.uint8)
         splits = [count if rank == comm.rank else 0 for rank in range(comm.size)]
         with pytest.raises(ValueError, match="expected at most 2147483647 bytes, got 2147483648"):
-            comm.alltoall(x, splits=splits, algorithm="native")
+            comm.alltoall(x, counts=splits, algorithm="native")
 
     world.run(check)

@@ -68,7 +68,7 @@ def test_the_way_back_is_the_transpose(world, kind):
             if tail != EMPTY:  # all-to-all does not count rows without an element
                 holds(x, model_parallel.alltoall(x, comm=comm))
                 splits = np.roll([len(x)] + [0] * last, comm.rank + 1).tolist()
-                holds(x, model_parallel.alltoall(x, splits=splits, comm=comm))
+                holds(x, model_parallel.alltoall(x, counts=splits, comm=comm))
             for root in {0, last}:
                 own = same if comm.rank == root else None
                 everyones = comm.allgather(np.array([len(x)])).tolist()
@@ -76,7 +76,7 @@ def test_the_way_back_is_the_transpose(world, kind):
                 holds(own, model_parallel.broadcast(same, root, comm=comm))
                 holds(own, model_parallel.scatter(own, root, comm=comm))
                 wanted = whole if comm.rank == root else None
-                holds(wanted, model_parallel.scatter(wanted, root, splits=everyones, comm=comm))
+                holds(wanted, model_parallel.scatter(wanted, root, counts=everyones, comm=comm))
                 holds(x, model_parallel.gather(x, root, comm=comm))
 
     world.run(check)

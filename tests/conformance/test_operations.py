@@ -364,7 +364,7 @@ def test_scatter_shares_the_roots_rows(world, algorithm):
             splits = [2 * r for r in range(comm.size)]
             everything = np.arange(sum(splits))
             x = everything if comm.rank == root else None
-            own = comm.scatter(x, root, splits=splits, algorithm=algorithm)
+            own = comm.scatter(x, root, counts=splits, algorithm=algorithm)
             first = sum(splits[: comm.rank])
             np.testing.assert_array_equal(own, everything[first : first + splits[comm.rank]])
 
@@ -382,7 +382,7 @@ def test_alltoall_exchanges_rows_between_all_pairs(world, algorithm):
             parts = [sent(comm.rank, dest, dtype) for dest in range(comm.size)]
             splits = [len(part) for part in parts]
             x = np.concatenate(parts)
-            result = comm.alltoall(x, splits=splits, algorithm=algorithm)
+            result = comm.alltoall(x, counts=splits, algorithm=algorithm)
             assert result.dtype == dtype
             expected = [sent(source, comm.rank, dtype) for source in range(comm.size)]
             np.testing.assert_array_equal(result, np.concatenate(expected))
@@ -399,7 +399,7 @@ def test_alltoall_exchanges_rows_between_all_pairs(world, algorithm):
 def test_rows_without_elements_are_counted_by_alltoall(world, algorithm):
     def check(comm):
         splits = [comm.rank + 2 * dest for dest in range(comm.size)]
-        result = comm.alltoall(np.empty((sum(splits), 0, 3)), splits=splits, algorithm=algorithm)
+        result = comm.alltoall(np.empty((sum(splits), 0, 3)), counts=splits, algorithm=algorithm)
         received = sum(source + 2 * comm.rank for source in range(comm.size))
         assert result.shape == (received, 0, 3)
         even = comm.alltoall(np.empty((2 * comm.size, 0), np.float32), algorithm=algorithm)
@@ -419,7 +419,7 @@ def test_small_operations_where_the_functions_of_mpi_are_hidden(world, monkeypat
     monkeypatch.setattr(mpi, "ctypes", hidden)
 
     def check(comm):
-        assert comm.transport.in_c is None
+        assert comm.transport.native_mpi is None
         for _ in range(2):
             for op in OPS:
                 arrays = everyones(comm, (7,), np.dtype(np.float32))

@@ -1,4 +1,4 @@
-"""Where results of rows go, and who gets how many: `out=`, `counts=`, `received=`."""
+"""Where results of rows go, and who gets how many: `out=`, `counts=`, `return_counts=`."""
 
 from __future__ import annotations
 
@@ -150,7 +150,7 @@ def test_alltoall_tells_how_many_rows_came_from_each_rank(world, algorithm):
         x = np.repeat(np.arange(comm.size), splits) + 100.0 * comm.rank
         out = np.empty(came.sum())
         result, received = comm.alltoall(
-            x, splits=splits, out=out, received=True, algorithm=algorithm
+            x, counts=splits, out=out, return_counts=True, algorithm=algorithm
         )
         assert result is out
         assert isinstance(received, np.ndarray)
@@ -158,7 +158,7 @@ def test_alltoall_tells_how_many_rows_came_from_each_rank(world, algorithm):
         np.testing.assert_array_equal(
             result, np.repeat(100.0 * np.arange(comm.size), came) + comm.rank
         )
-        back = comm.alltoall(result, splits=received, algorithm=algorithm)
+        back = comm.alltoall(result, counts=received, algorithm=algorithm)
         np.testing.assert_array_equal(back, x)
 
     world.run(check)

@@ -260,7 +260,7 @@ def takes_what_nobody_receives(world):
 
 
 def test_who_is_too_far_ahead_waits(world, monkeypatch):
-    monkeypatch.setattr(endpoint, "AHEAD_BYTES", 1 << 20)
+    monkeypatch.setattr(endpoint, "SEND_BUFFER_BYTES", 1 << 20)
     eager = takes_what_nobody_receives(world)
 
     def far_ahead(part):

@@ -247,7 +247,7 @@ def test_other_ranks_of_the_node_know_the_last_known_call(world):
         comm.barrier()
         if group.status is not None:
             said = {group.status.last(rank) for rank in range(group.local_size)}
-            assert said == {f"after reduce #{group.number} at test_repeats.py:{line}"}
+            assert said == {f"after reduce #{group.call_number} at test_repeats.py:{line}"}
         comm.barrier()  # before the next call of any
         for _ in range(2):
             group.allreduce(x, op=cc.SUM, out=y)
@@ -255,7 +255,7 @@ def test_other_ranks_of_the_node_know_the_last_known_call(world):
         comm.barrier()
         if group.status is not None:
             said = {group.status.last(rank) for rank in range(group.local_size)}
-            assert said == {f"after allreduce #{group.number} at test_repeats.py:{line}"}
+            assert said == {f"after allreduce #{group.call_number} at test_repeats.py:{line}"}
 
     world.run(check)
 

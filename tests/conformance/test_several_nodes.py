@@ -110,7 +110,7 @@ def test_private_and_shared_arrays_have_the_same_sums(nodes, op):
 
 @everywhere
 def test_one_rank_of_each_node_may_speak_for_all(nodes, monkeypatch):
-    monkeypatch.setattr(signature_check, "MOST_SPEAKERS", 1)  # as with many ranks on a node
+    monkeypatch.setattr(signature_check, "MAX_SPEAKERS", 1)  # as with many ranks on a node
 
     def check(comm):
         for _ in range(2):
@@ -418,7 +418,7 @@ def test_a_node_without_shared_memory_sends_messages_and_says_so_once(caplog, mo
     create = segment.create
 
     def full_on_one_node(transport, common, each, directory, deadline):
-        there = directory if transport.number(0) == 0 else "/nowhere"
+        there = directory if transport.parent_rank(0) == 0 else "/nowhere"
         return create(transport, common, each, there, deadline)
 
     monkeypatch.setattr(segment, "create", full_on_one_node)
@@ -448,7 +448,7 @@ def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(mon
         stands = iter(standing)
         counts = []
 
-        class Wait:
+        class FastBackoff:
             def __init__(self, first_nap):
                 self.mine = threading.current_thread() is rank_0
                 counts.append(0) if self.mine else None
@@ -468,8 +468,8 @@ def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(mon
 
         rank_0 = threading.current_thread()
         with monkeypatch.context() as patch:
-            patch.setattr(node, "Wait", Wait)
-            assert engine.drive(node.KernelCall(kernel, block, ()), Deadline("allreduce", 20))
+            patch.setattr(node, "Backoff", FastBackoff)
+            assert engine.run(node.KernelCall(kernel, block, ()), Deadline("allreduce", 20))
         return counts
 
     def check(comm):

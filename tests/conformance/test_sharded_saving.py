@@ -18,7 +18,8 @@ import collectives as cc
 import strategies
 from inprocess import run_ranks
 from strategies import errors
-from strategies.checkpoint import Box, Saver, Slice, atomic_io, checkpoint
+from strategies.checkpoint import Box, Saver, Slice, checkpoint
+from strategies.core import atomic_io
 
 ROWS, COLUMNS = 61, 7
 

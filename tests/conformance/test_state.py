@@ -181,7 +181,7 @@ def test_a_pipeline_is_refused_with_the_way_that_works(nested):
     with strategies.input.batch(ShardedInput([1], lambda row: [row], rank=0, size=1), 1) as batches:
         thing = {"a": [batches]} if nested else batches
         name = "input/a/0" if nested else "input"
-        told = rf"commit\(input=batches.state\(comm\)\).*go_on.* got a pipeline \(name: {name}\)"
+        told = rf"commit\(input=batches.state\(comm\)\).*resume.* got a pipeline \(name: {name}\)"
         with pytest.raises(ValueError, match=f"State: .*{told}"):
             State(input=thing)
         state = State(input=None)

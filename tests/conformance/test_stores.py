@@ -39,7 +39,7 @@ def test_how_a_rank_stores_changes_no_bit(world, dtype):
                 for result in results(count):
                     found.append(result)
                     if whole.node_engine:  # ranks do otherwise, and change between two calls
-                        whole.node_engine.choose_stores(str(own.choice(["plain", "streaming"])))
+                        whole.node_engine.set_store_mode(str(own.choice(["plain", "streaming"])))
                 for one, other in zip(expected, found, strict=True):
                     np.testing.assert_array_equal(one, other)
 
@@ -81,13 +81,13 @@ def test_who_comes_late_changes_nothing_in_a_comparison(world, kibibytes):
         part = comm.split(0)
         part.barrier()
         engine, x = part.node_engine, np.ones(kibibytes << 8, np.float32)
-        engine.choose_stores("auto")
+        engine.set_store_mode("auto")
         work = engine.plan_allreduce(x, x, cc.MAX, 1)
         compared = []
         for _ in range(2 + 2 * 3):
             if comm.rank == comm.size - 1:
                 time.sleep(late)
-            assert engine.drive(work, Deadline("allreduce", 60.0))
+            assert engine.run(work, Deadline("allreduce", 60.0))
             compared.append(work.block[control_block.FASTEST : control_block.FASTEST + 2].tolist())
         assert compared[0] == [0, 0]
         assert 0 < max(compared[-2]) < late * 1e9 / 2, compared

@@ -738,16 +738,16 @@ def test_all_buffers_and_extra_state_of_a_module_are_broadcast(world):
         torch.nn.init.ones_(model[0].inner.weight)
         torch.nn.init.ones_(model[0].inner.bias)
         if comm.size > 1:
-            words = r"check_alike: .*, 0.cache: .* on ranks? 1.* is not as on rank 0 \(and 2 more\)"
+            words = r"check_consistent: .*, 0.cache: .* is not as on rank 0 \(and 2 more\)"
             with pytest.raises(cc.MismatchError, match=words):
-                strategies.check_alike(model, comm=comm)
+                strategies.check_consistent(model, comm=comm)
         strategies.broadcast_parameters(model, root, comm=comm)
-        strategies.check_alike(model, comm=comm)
+        strategies.check_consistent(model, comm=comm)
         assert model[0].cache.tolist() == [root] * 2
         assert model[0].extra == {"count": root, "bytes": bytes([root]), "other": {root}}
         shared = torch.nn.Sequential(model[0], model[0])  # one module by two names
         strategies.broadcast_parameters(shared, root, comm=comm)
-        strategies.check_alike(shared, comm=comm)
+        strategies.check_consistent(shared, comm=comm)
         if comm.size > 1:
             model[0].extra["count"] = -1
             with pytest.raises(ValueError, match="a negative count"):
@@ -792,10 +792,10 @@ def test_a_forgotten_broadcast_or_another_rate_is_an_error_on_all(world, overlap
         words = rf"0.weight: float32 of shape \(2, 3\) on rank {last} is not as on rank 0 \(and 3 "
         with pytest.raises(cc.MismatchError, match=words):
             first.step()
-        with pytest.raises(cc.MismatchError, match="check_alike: .*0.bias"):
-            strategies.check_alike(model, comm=comm)
+        with pytest.raises(cc.MismatchError, match="check_consistent: .*0.bias"):
+            strategies.check_consistent(model, comm=comm)
         assert strategies.broadcast_parameters(model, comm=comm) is model
-        strategies.check_alike(model, comm=comm)
+        strategies.check_consistent(model, comm=comm)
         first.step()
         other = optimizer(0.2 if odd else 0.1)
         with pytest.raises(cc.MismatchError, match=f"lr is 0.1 on rank 0, 0.2 on rank {last};"):
@@ -836,7 +836,7 @@ def test_a_rate_that_differs_in_a_later_step_is_an_error_in_that_step(world):
         for group in optimizer.param_groups:
             group["lr"].fill_(0.125)
         step()
-        strategies.check_alike(parameters, comm=comm)
+        strategies.check_consistent(parameters, comm=comm)
 
     world.run(check)
 
@@ -849,14 +849,14 @@ def test_tensors_of_every_kind_have_a_checksum(world):
         ]
         embedding = torch.sparse_coo_tensor(torch.tensor([[2, 0]]), torch.ones(2, 3), (4, 3))
         tensors += [embedding, torch.arange(6).reshape(2, 3).T, torch.empty(0), torch.tensor(1.0)]
-        strategies.check_alike(tensors, comm=comm)
+        strategies.check_consistent(tensors, comm=comm)
         odd = comm.rank == comm.size - 1 > 0
         for tensor in tensors:
             other = tensor + tensor if odd and tensor.dtype != torch.bool else tensor
             if comm.size == 1 or tensor.dtype == torch.bool or not tensor.numel():
                 continue
             with pytest.raises(cc.MismatchError, match=f"on rank {comm.size - 1} is not as"):
-                strategies.check_alike([other], comm=comm)
+                strategies.check_consistent([other], comm=comm)
 
     world.run(check)
 

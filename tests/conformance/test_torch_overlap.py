@@ -464,7 +464,7 @@ def test_a_gradient_that_cannot_be_put_in_its_place_is_an_error_on_all(world, mo
 
         return placed
 
-    for name in ("hosts", "put"):
+    for name in ("host_views", "copy_into"):
         monkeypatch.setattr(bucket_copy, name, or_fail(getattr(bucket_copy, name)))
 
     @overlapped()

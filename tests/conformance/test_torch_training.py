@@ -20,7 +20,7 @@ from torch.nn.parallel import DistributedDataParallel as DDP  # noqa: E402, N817
 
 import strategies  # noqa: E402
 import strategies.torch as ours  # noqa: E402
-from strategies import training  # noqa: E402
+from strategies import elastic  # noqa: E402
 
 
 def network(seed=0):
@@ -398,7 +398,7 @@ def test_no_state_in_memory_of_what_fsdp_has_cut(torch_ranks):
     optimizer = torch.optim.Adam(model.parameters(), 0.01)
     for things in ({"model": model}, {"optimizer": optimizer}, {"w": next(model.parameters())}):
         with pytest.raises(ValueError, match="State: .*expected whole arrays here, and Saver for"):
-            training.State(cc.init(), **things)
+            elastic.State(cc.init(), **things)
 
 
 def test_optimizer_states_in_parts(torch_ranks):

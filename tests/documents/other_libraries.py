@@ -364,7 +364,7 @@ def of_horovod() -> dict:
             everything(),
             broadcast(),
             all_to_all(mine),
-            equal(cc.alltoall(mine, splits=[1, 3], received=True)[1], [1 + 2 * comm.rank] * 2),
+            equal(cc.alltoall(mine, counts=[1, 3], return_counts=True)[1], [1 + 2 * comm.rank] * 2),
             shares(),
         ),
         "`hvd.broadcast(x, root_rank=0)`": beginning_alike,
@@ -377,7 +377,7 @@ def of_horovod() -> dict:
         "`hvd.join()`": joined,
         "`hvd.Adasum`": missing("Adasum", "ADASUM"),
         "`hvd.SyncBatchNorm`": None,
-        "`hvd.elastic`, callbacks of Keras": missing("elastic"),
+        "`hvd.elastic`, callbacks of Keras": missing("callbacks"),
         "`hvd.is_initialized()`": lambda: equal(cc.is_initialized(), True),
         "names of tensors, fusion buffer, cycle time": None,
         "`horovodrun`": None,
@@ -398,11 +398,11 @@ def of_mpi4py() -> dict:
             assert ours.to_mpi().Get_rank() == comm.rank
 
     def other_counts() -> None:
-        equal(comm.alltoall(mine, splits=[1, 3]).shape, [2 if comm.rank == 0 else 6])
+        equal(comm.alltoall(mine, counts=[1, 3]).shape, [2 if comm.rank == 0 else 6])
 
     def scatter_counts() -> None:
         rows = mine if comm.rank == 0 else None
-        equal(comm.scatter(rows, 0, splits=[1, 3]).shape, [1 if comm.rank == 0 else 3])
+        equal(comm.scatter(rows, 0, counts=[1, 3]).shape, [1 if comm.rank == 0 else 3])
 
     return {
         "`MPI.COMM_WORLD`": the_same_processes,

@@ -87,7 +87,7 @@ NUMPY = """
         assert_type(comm.reduce_scatter(x), Floats)
         assert_type(comm.broadcast(x, 0), Floats)
         assert_type(comm.allgather(x, algorithm="ring"), Floats)
-        assert_type(cc.alltoall(x, splits=[1, 2]), Floats)
+        assert_type(cc.alltoall(x, counts=[1, 2]), Floats)
         assert_type(comm.plan_allreduce(x)(), Floats)
         assert_type(cc.plan_broadcast(x, 1)(), Floats)
         assert_type(comm.plan_reduce_scatter(x, counts=[1, 2])(), Floats)
@@ -98,7 +98,7 @@ NUMPY = """
         assert_type(comm.allgather(text, out=x), Floats)
         assert_type(comm.reduce_scatter(x, counts=[1, 2], out=x), Floats)
         assert_type(cc.scatter(None, out=x), Floats)
-        assert_type(cc.alltoall(x, received=True), tuple[Any, npt.NDArray[Any]])
+        assert_type(cc.alltoall(x, return_counts=True), tuple[Any, npt.NDArray[Any]])
         assert_type(cc.grouped_allreduce([text, x], out=[x, x]), list[Floats])
         assert_type(cc.grouped_allgather([x, x]), list[Floats])
         assert_type(cc.grouped_broadcast_async([x, x], 1).wait(), list[Floats])
@@ -118,7 +118,7 @@ NUMPY = """
         optimizer = strategies.DistributedOptimizer(momentum, clip_global_norm=1.0)
         assert_type(optimizer, AveragingOptimizer)
         strategies.DistributedOptimizer(3)  # WRONG
-        strategies.strategy.experiment.train_and_evaluate()  # WRONG
+        strategies.experiment.train_and_evaluate()  # WRONG
         strategies.model_parallel.allgather(1.0, comm=comm)
         strategies.modle_parallel  # WRONG
         strategies.DistributedOptimizer(momentum, clip=1.0)  # WRONG
@@ -266,7 +266,7 @@ def test_pyright_accepts_the_programs_of_the_pages(tmp_path):
 
 def keywords(function) -> set[str]:
     parameters = inspect.signature(function).parameters.values()
-    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"out", "received"}
+    return {p.name for p in parameters if p.kind is p.KEYWORD_ONLY} - {"out", "return_counts"}
 
 
 @pytest.mark.parametrize(

@@ -43,14 +43,14 @@ HEAD = """
     import numpy as np
     import collectives as cc
     import strategies
-    from strategies import training
+    from strategies import elastic
     comm = cc.init()
     weights = np.zeros(1000)
-    state = training.State(comm, weights=weights, step=0)
+    state = elastic.State(comm, weights=weights, step=0)
 
     def train(state):
         for step in range(state["step"], 12):
-            training.inject(step, [weights])
+            elastic.inject(step, [weights])
             weights[:] += state.comm.allreduce(np.ones(1000))
             state.commit(step=step + 1, verify="verify" in sys.argv)
         return state["step"]

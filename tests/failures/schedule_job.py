@@ -24,9 +24,10 @@ import numpy as np
 import collectives as cc
 import strategies
 from collectives.transport import failure_detector, liveness, mpi_messages, ulfm
-from strategies import training
-from strategies.checkpoint import checkpoint
+from strategies import elastic
+from strategies.checkpoint import Saver, checkpoint
 from strategies.elastic import commit_buffers, elastic_group, elastic_state
+from strategies.session import TrainingSession
 
 ROWS = 36
 COMMIT_STEPS, SAVE_STEPS = 2, 4
@@ -36,26 +37,26 @@ POINTS = {
     "begin": (elastic_group.ElasticGroup, "begin"),
     "meet": (elastic_group.ElasticGroup, "meet"),
     "leave": (elastic_group.ElasticGroup, "leave"),
-    "after": (elastic_group.ElasticGroup, "after"),
+    "after": (elastic_group.ElasticGroup, "next_attempt"),
     "place": (elastic_group.ElasticGroup, "place"),
-    "go_on": (elastic_state.State, "go_on"),
+    "go_on": (elastic_state.State, "resume"),
     "commit": (elastic_state.State, "commit"),
-    "hand_on": (commit_buffers.DoubleBuffer, "hand_on"),
-    "turn": (commit_buffers.DoubleBuffer, "turn"),
-    "shrunk": (elastic_group, "shrunk"),
-    "meeting": (ulfm, "meet"),
-    "form": (ulfm, "form"),
+    "hand_on": (commit_buffers.DoubleBuffer, "send_to"),
+    "turn": (commit_buffers.DoubleBuffer, "swap"),
+    "shrunk": (elastic_group, "shrink"),
+    "meeting": (ulfm, "rendezvous"),
+    "form": (ulfm, "shrink_and_make"),
     "agree": (ulfm, "agree"),
     "revoke": (ulfm, "revoke"),
     "made": (mpi_messages.MpiEndpoint, "__init__"),
-    "write": (checkpoint, "write_part"),
+    "write": (checkpoint, "write_shard"),
     "allreduce": (cc.Communicator, "allreduce"),
     "barrier": (cc.Communicator, "barrier"),
     "allgather": (cc.Communicator, "allgather_object"),
     "broadcast": (cc.Communicator, "broadcast"),
     "group": (cc.Communicator, "group"),
-    "stay": (failure_detector.FailureDetector, "stay"),
-    "end": (liveness, "end_soon"),
+    "stay": (failure_detector.FailureDetector, "serve_until_exit"),
+    "end": (liveness, "fire_soon"),
 }
 
 # A phase begins with the first call of a function, and lasts until the end of the program.
@@ -136,7 +137,7 @@ def main(directory: Path) -> None:
         "rng": np.random.default_rng(0),
         "rows": rows,
     }
-    kept = training.State(comm, step=0, fewest=comm.size, **things)
+    kept = elastic.State(comm, step=0, fewest=comm.size, **things)
 
     def train_step() -> bool:
         """Use a row of each rank; return whether there was one."""
@@ -160,7 +161,7 @@ def main(directory: Path) -> None:
             things["rng"].bit_generator.state = np.random.PCG64(comm.rank).state
         return min(kept["fewest"], comm.size)
 
-    def train(kept: training.State) -> str:
+    def train(kept: elastic.State) -> str:
         fewest = begin()
         for step in range(kept["step"] + 1, ROWS + 2):
             if not train_step():
@@ -170,11 +171,11 @@ def main(directory: Path) -> None:
         kept.commit(step=step, fewest=fewest)
         return "trained"
 
-    def train_in_session(kept: training.State) -> str:
+    def train_in_session(kept: elastic.State) -> str:
         with (
             strategies.CheckpointManager(directory / "saved", kept.comm) as manager,
-            training.TrainingSession(
-                training.Saver(manager, **things), state=kept, restore=False,
+            TrainingSession(
+                Saver(manager, **things), state=kept, restore=False,
                 commit_steps=COMMIT_STEPS, save_steps=SAVE_STEPS,
             ) as session,
         ):  # fmt: skip
@@ -184,7 +185,7 @@ def main(directory: Path) -> None:
                     session.request_stop()
         return "trained"
 
-    told = training.run_elastic(
+    told = elastic.run_elastic(
         train_in_session if schedule.facts["session"] else train,
         kept,
         max_ranks=schedule.facts["trained"],

@@ -16,6 +16,8 @@ def _fault_tolerant_mpi():
 # A thing is asked for its state in commits and saves, and given it as ranks go on.
 PROGRAM = """
     import os, signal
+    from strategies.checkpoint import Saver
+    from strategies.session import TrainingSession, hooks
     what, folder = sys.argv[1:]
 
     class Thing:
@@ -33,7 +35,7 @@ PROGRAM = """
                 os.kill(os.getpid(), signal.SIGUSR1)
 
     things = {"weights": weights, "thing": Thing()}
-    state = training.State(comm, step=0, **things)
+    state = elastic.State(comm, step=0, **things)
 
     def step(session):
         if what.startswith("in the") and session.step == 7 and comm.rank == 1:
@@ -43,15 +45,15 @@ PROGRAM = """
     def train(state):
         with (
             strategies.CheckpointManager(folder, state.comm) as manager,
-            training.TrainingSession(
-                training.Saver(manager, **things), state=state, commit_steps=5, save_steps=5,
-                hooks=[training.hooks.StopAtStep(20)], preemption=preemption) as session,
+            TrainingSession(
+                Saver(manager, **things), state=state, commit_steps=5, save_steps=5,
+                hooks=[hooks.StopAtStep(20)], preemption=preemption) as session,
         ):
             while not session.should_stop():
                 session.run(step, session)
 
-    with training.Preemption() as preemption:
-        training.run_elastic(train, state, max_ranks=3)
+    with elastic.Preemption() as preemption:
+        elastic.run_elastic(train, state, max_ranks=3)
     print("was not asked", flush=True)
 """
 

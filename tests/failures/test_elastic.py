@@ -13,8 +13,8 @@ from elastic_jobs import DIGITS, FAULT_TOLERANT, needs_fault_tolerance, of_kind,
 from launcher import ROOT, asked_to_stop, mpirun, run
 from pairwise import also
 from requirements import needs
-from strategies import training
 from strategies.elastic import event_log
+from strategies.session import read_metrics
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -23,7 +23,7 @@ def _fault_tolerant_mpi():
 
 
 TRAIN = """
-    steps = training.run_elastic(train, state, min_ranks=int(sys.argv[1]))
+    steps = elastic.run_elastic(train, state, min_ranks=int(sys.argv[1]))
     assert (weights == 12).all()
     print("done", steps, state.comm.size, flush=True)
 """
@@ -102,7 +102,7 @@ def test_after_a_death_files_are_written_the_job_is_asked_to_stop_and_goes_on_la
     assert "4 of 4 ranks; each row was used 10 to 10 times" in result.stdout, result
     assert result.status == 0, result
     # One line for each step, whoever was the chief, and though steps were made again.
-    steps = [line["step"] for line in training.read_metrics(f"{saved}.jsonl")]
+    steps = [line["step"] for line in read_metrics(f"{saved}.jsonl")]
     assert steps == list(range(1, steps[-1] + 1))
     assert steps[-1] > left
 
@@ -110,7 +110,7 @@ def test_after_a_death_files_are_written_the_job_is_asked_to_stop_and_goes_on_la
 # A pipeline is made anew by those that go on; a strategy is one of the ranks that live.
 PIPELINE = """
     rows, used = list(range(240)), np.zeros(240, int)
-    state = training.State(comm, w=weights, used=used, input=None, step=0)
+    state = elastic.State(comm, w=weights, used=used, input=None, step=0)
 
     def train(state):
         comm = state.comm
@@ -119,10 +119,10 @@ PIPELINE = """
             rows, lambda row: (row,), rank=comm.rank, size=comm.size, policy="file", seed=3)
         batches = strategies.input.batch(share, 4, allow_smaller_final_batch=True)
         if state["input"] is not None:
-            batches.go_on(state["input"], comm)
+            batches.resume(state["input"], comm)
         with batches:
             for step in range(state["step"], 1000):
-                training.inject(step)
+                elastic.inject(step)
                 mine = np.zeros(240, int)
                 mine[next(batches, np.zeros(0, int))] += 1
                 everyones = strategy.reduce("sum", mine)
@@ -133,7 +133,7 @@ PIPELINE = """
                 if step % 3 == 2:
                     state.commit(input=batches.state(comm), step=step + 1)
 
-    training.run_elastic(train, state)
+    elastic.run_elastic(train, state)
     print("rows", used.min(), used.max(), "of", state.comm.size, flush=True)
 """
 
@@ -149,21 +149,21 @@ JAX = """
     import jax, optax
     rule = optax.adam(0.1)
     params = {"w": jax.numpy.ones(8)}
-    state = training.State(
+    state = elastic.State(
         comm, params=params, slots=rule.init(params), key=jax.random.key(comm.rank), step=0)
 
     def train(state):
         optimizer = strategies.DistributedOptimizer(rule, comm=state.comm)
         params, slots, key = state["params"], state["slots"], state["key"]
         for step in range(state["step"], 12):
-            training.inject(step)
+            elastic.inject(step)
             key, _ = jax.random.split(key)
             updates, slots = optimizer.update({"w": params["w"] - step}, slots, params)
             params = optax.apply_updates(params, updates)
             state.commit(params=params, slots=slots, key=key, step=step + 1)
         return key
 
-    key = training.run_elastic(train, state)
+    key = elastic.run_elastic(train, state)
     alone, slots, other = params, rule.init(params), jax.random.key(comm.rank)
     for step in range(12):
         other, _ = jax.random.split(other)

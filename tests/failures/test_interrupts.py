@@ -113,7 +113,7 @@ import os, signal, sys, threading, time
 import numpy as np
 import collectives as cc
 from strategies.averaging.overlap import Overlap
-from strategies.averaging.accumulation import Contribution
+from strategies.averaging.accumulation import LocalGradient
 
 world = cc.init()
 ONES = np.ones(2, np.float32)
@@ -146,13 +146,13 @@ def early(comm):
     begin()
     made = wait.__closure__[0].cell_contents
     wait()
-    like = Contribution([ONES] * 4)
+    like = LocalGradient([ONES] * 4)
     mine = Overlap(made, range(4), 1.0, like)
     return lambda: [mine.ready(i, ONES) for i in range(4)], mine.finish
 
-def end_by(comm):
+def fail_step(comm):
     made = comm.plan_buckets([((2,), "float32")] * 4)
-    return lambda: made.ready(0, ONES), lambda: made.end_by(ValueError("no gradient"))
+    return lambda: made.ready(0, ONES), lambda: made.fail(ValueError("no gradient"))
 
 def request(comm, timeout=None):
     comm.barrier_async().wait()
@@ -169,12 +169,12 @@ def plan(comm):
     return lambda: None, comm.plan_allreduce(np.ones(2))
 
 # Inside of which functions the signal comes, and whether one may wait again.
-MEETING = {"drive", "_wait_long"}
+MEETING = {"run", "_wait_long"}
 CASES = {
     "buckets": (buckets, {"complete"}, True),
     "buckets with a limit": (lambda comm: buckets(comm, 50.0), {"complete"}, True),
     "early": (early, {"complete"}, False),
-    "end_by": (end_by, {"complete"}, False),
+    "fail": (fail_step, {"complete"}, False),
     "request": (request, {"complete"}, True),
     "request with a limit": (lambda comm: request(comm, 50.0), {"complete"}, True),
     "call": (call(lambda comm: comm.allreduce(ONES)), MEETING, False),
@@ -221,7 +221,7 @@ def test_what_a_handler_raises_comes_out_of_every_wait(tmp_path, memory):
     lines = result.stdout.splitlines()
     again = ["buckets", "buckets with a limit", "request", "request with a limit"]
     unusable = ["call", "plan", "refusal", "recv"]
-    for name in [*again, *unusable, "early", "end_by"]:
+    for name in [*again, *unusable, "early", "fail"]:
         assert f"{name}: Stop: the time is over" in lines, result
     for name in again:
         for rank in (0, 1):

@@ -97,7 +97,7 @@ def kill(*_):
     os.kill(os.getpid(), signal.SIGKILL)
 
 if sys.argv[1] == "segment":  # made, and not yet mapped by the others
-    segment.from_rank_0 = kill
+    segment.broadcast_text = kill
 elif sys.argv[1] == "liveness":
     liveness.Liveness = kill
 cc.init().barrier()

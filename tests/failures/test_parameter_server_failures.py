@@ -359,7 +359,7 @@ SCHEDULED = """
                     coordinator.join()
                     say(sum(coordinator.fetch(results)))
                     if STOP:
-                        preemption.accept()
+                        preemption.acknowledge()
                 else:
                     coordinator.serve()
     say("over")

@@ -172,8 +172,8 @@ def test_a_group_without_the_dead_rank_goes_on(tmp_path):
 
 def test_a_request_raises_when_a_rank_is_killed(tmp_path):
     text = """
-        from collectives.operations.nonblocking import Progress
-        progress = Progress(lambda: comm.split(0, comm.rank))
+        from collectives.operations.nonblocking import RequestThread
+        progress = RequestThread(lambda: comm.split(0, comm.rank))
         progress.submit("barrier", lambda c: c.barrier()).wait(30)
         if comm.rank == 1:
             die()
@@ -186,8 +186,8 @@ def test_a_request_raises_when_a_rank_is_killed(tmp_path):
 
 def test_a_job_ends_and_names_a_request_that_the_other_rank_never_starts(tmp_path):
     text = """
-        from collectives.operations.nonblocking import Progress
-        progress = Progress(lambda: comm.split(0, comm.rank))
+        from collectives.operations.nonblocking import RequestThread
+        progress = RequestThread(lambda: comm.split(0, comm.rank))
         progress.submit("barrier", lambda c: c.barrier()).wait(30)
         if comm.rank == 0:
             request = progress.submit("barrier_async", lambda c: c.barrier())

@@ -151,14 +151,14 @@ def test_a_rank_that_has_ended_its_program_is_named_as_elsewhere(tmp_path):
         if world.rank == 1:
             for comm in (half, world):
                 try:
-                    comm.agreed(True)
+                    comm.agree(True)
                 except cc.PeerFailure as error:
                     print(error, flush=True)
     """
     result = start(tmp_path, text, 4)
-    words = r"agreed: rank 1 \(world rank 3\) has ended .*\) \(rank 0 \(world rank 1\) of 2\)\n"
+    words = r"agree: rank 1 \(world rank 3\) has ended .*\) \(rank 0 \(world rank 1\) of 2\)\n"
     assert re.search(words, result.stdout), result
-    words = r"\nagreed: rank [023] has ended its program \(.*\) \(rank 1 of 4\)\n"
+    words = r"\nagree: rank [023] has ended its program \(.*\) \(rank 1 of 4\)\n"
     assert re.search(words, result.stdout), result
 
 
@@ -171,11 +171,11 @@ SOME = """
         os._exit(0)  # its MPI_Finalize might wait for the dead
     comm = cc.init([0, 1, 2])
     comm.barrier()
-    assert comm.agreed(True) and not comm.agreed(comm.rank != 1) and comm.agreed(True)
+    assert comm.agree(True) and not comm.agree(comm.rank != 1) and comm.agree(True)
 """
 
 
-@pytest.mark.parametrize("operation", ["agreed(True, ", "shrink("])
+@pytest.mark.parametrize("operation", ["agree(True, ", "shrink("])
 def test_in_a_world_of_some_processes_a_meeting_has_its_limit(tmp_path, operation):
     text = f"""{SOME}
     if comm.rank == 2:
@@ -183,7 +183,8 @@ def test_in_a_world_of_some_processes_a_meeting_has_its_limit(tmp_path, operatio
     comm.{operation}timeout=2)
     """
     result = start(tmp_path, text, 4, timeout=110)
-    told = rf"CollectiveTimeout: {operation[:6]}: no answer within 2 s, still waiting for other "
+    name, _, _ = operation.partition("(")
+    told = rf"CollectiveTimeout: {name}: no answer within 2 s, still waiting for other "
     assert re.search(rf"{told}ranks to come \(rank [01] of 3\)", result.stderr), result
     assert result.status != 0
 
@@ -192,9 +193,9 @@ def test_in_a_world_of_some_processes_those_that_live_go_on(tmp_path):
     text = f"""{SOME}
     if comm.rank == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    assert not comm.agreed(True)
+    assert not comm.agree(True)
     comm = cc.shrink()
-    assert comm.agreed(True)
+    assert comm.agree(True)
     print("sum", comm.allreduce(1, op=cc.SUM), flush=True)
     """
     result = start(tmp_path, text, 4)
@@ -205,7 +206,7 @@ def test_in_a_world_of_some_processes_those_that_live_go_on(tmp_path):
 def test_in_a_world_of_some_processes_who_shrinks_meets_those_that_agree_first(tmp_path):
     text = f"""{SOME}
     if comm.rank > 0:
-        assert not comm.agreed(True)
+        assert not comm.agree(True)
     comm = cc.shrink()
     print("sum", comm.allreduce(1, op=cc.SUM), flush=True)
     """
@@ -223,7 +224,7 @@ def test_who_gives_up_lets_the_others_leave_and_all_meet_again(tmp_path):
         comm.barrier()
         try:
             if comm.rank == 1:
-                comm.give_up("it has had enough")
+                comm.revoke("it has had enough")
             comm.allreduce(np.ones(10))
         except cc.CollectiveError as error:
             print(f"{comm.rank}: {type(error).__name__}: {error}", flush=True)
@@ -291,9 +292,9 @@ import collectives as cc
 world = cc.init()
 part = world.group([1, 0])
 if world.rank == 0:
-    print("agreed:", part.agreed(True, timeout=40), flush=True)
+    print("agree:", part.agree(True, timeout=40), flush=True)
 elif world.rank == 1:
-    part.give_up("it will make no more calls")
+    part.revoke("it will make no more calls")
 world.barrier()
 """
 
@@ -301,5 +302,5 @@ world.barrier()
 def test_who_waits_to_agree_learns_that_another_rank_has_given_up(tmp_path):
     """As long as it waited for that one, that one waited for it, in a wider group."""
     result = start(tmp_path, GIVEN_UP, 3, UNISONO_TIMEOUT="40")
-    assert result.stdout == "agreed: False\n", result
+    assert result.stdout == "agree: False\n", result
     assert result.status == 0

@@ -29,12 +29,12 @@ RANDOM = """
         range(50), lambda row: (row,), rank=comm.rank, size=comm.size, policy="file", seed=3,
         num_epochs=None)
     things = {"rng": rng, "row": np.zeros(1, np.float16)}
-    state = training.State(
+    state = elastic.State(
         comm, weights=weights, things=things, other=other, rows=rows, step=0)
 
     def train(state):
         for step in range(state["step"], 14):
-            training.inject(step)
+            elastic.inject(step)
             part = rng.random(1000) + other.random()
             for _ in range(1 + state.comm.rank % 2):
                 part *= 1 + next(rows)
@@ -44,7 +44,7 @@ RANDOM = """
                 state.commit(step=step + 1)
         return "trained"
 
-    told = training.run_elastic(train, state, max_ranks=3)
+    told = elastic.run_elastic(train, state, max_ranks=3)
     sums = zlib.crc32(weights), things["row"][0], state["step"], state.comm.size
     print("as one:", len(set(state.comm.allgather_object(sums))) == 1, flush=True)
     print("rank", comm.rank, told, zlib.crc32(weights), flush=True)
@@ -113,8 +113,8 @@ TRAIN = """
             if comm.rank == 3 and sys.argv[1] == "admission":
                 os.kill(os.getpid(), signal.SIGKILL)
 
-    state = training.State(comm, weights=weights, thing=Thing(), step=0)
-    steps = training.run_elastic(killing, state, max_ranks=3)
+    state = elastic.State(comm, weights=weights, thing=Thing(), step=0)
+    steps = elastic.run_elastic(killing, state, max_ranks=3)
     assert (weights == 12).all() and state["step"] == 12
     print("done", steps, state.comm.size, flush=True)
 """

@@ -33,18 +33,18 @@ FIRST = """
         def load_state_dict(self, state):
             pass
 
-    state = training.State(comm, weights=weights, thing=Thing(), rng=rng, step=0)
+    state = elastic.State(comm, weights=weights, thing=Thing(), rng=rng, step=0)
     if kept:
         state.commit()  # by the program, without a thought of spare ranks
 
     def train(state):
         for step in range(state["step"], 4):
-            training.inject(step)
+            elastic.inject(step)
             weights[:] += state.comm.allreduce(rng.random(1000), op=cc.SUM)
             state.commit(step=step + 1)
         return "trained"
 
-    told = training.run_elastic(train, state, max_ranks=int(sys.argv[3]))
+    told = elastic.run_elastic(train, state, max_ranks=int(sys.argv[3]))
     own = [np.random.default_rng(int(rank)).random((4, 1000)) for rank in sys.argv[4].split(",")]
     expected = np.zeros(1000)
     for step in range(4):
@@ -86,7 +86,7 @@ HANDED_ON = """
     if comm.rank == 3:
         np.empty = without_memory
     try:
-        training.run_elastic(train, state, max_ranks=3)
+        elastic.run_elastic(train, state, max_ranks=3)
     except RuntimeError as error:
         print("rank", comm.rank, "raised", error, flush=True)
 """
@@ -110,7 +110,7 @@ LEAVES = """
         return train(state)
 
     try:
-        training.run_elastic(leaving, state, max_ranks=3)
+        elastic.run_elastic(leaving, state, max_ranks=3)
     except SystemExit as left:
         print("rank", comm.rank, "left with", left.code, flush=True)
     except RuntimeError as error:
@@ -146,10 +146,10 @@ AGAIN = """
         return threading.active_count(), len(os.listdir("/proc/self/fd")), segments
 
     def through():
-        state = training.State(comm, weights=weights, step=0)
+        state = elastic.State(comm, weights=weights, step=0)
         def train(state):
             state.comm.allreduce_async(np.ones(10)).wait()  # by a thread
-        training.run_elastic(train, state, max_ranks=2)
+        elastic.run_elastic(train, state, max_ranks=2)
         assert state.comm.allreduce(1, op=cc.SUM) == 3
 
     through()

@@ -17,22 +17,22 @@ PROGRAM = """
 import platform, sys, zlib
 import numpy as np
 import collectives as cc
-from strategies import training
+from strategies import elastic
 
 comm = cc.init()
 weights, rng = np.zeros(1000), np.random.default_rng(comm.rank)
-state = training.State(comm, weights=weights, rng=rng, step=0)
+state = elastic.State(comm, weights=weights, rng=rng, step=0)
 machines = []
 
 def train(state):
     machines[:] = state.comm.allgather_object(platform.node())
     for step in range(state["step"], 14):
-        training.inject(step)
+        elastic.inject(step)
         weights[:] += state.comm.allreduce(rng.random(1000), op=cc.SUM, algorithm="ring")
         if step % 3 == 2:
             state.commit(step=step + 1)
 
-training.run_elastic(train, state, max_ranks=4)
+elastic.run_elastic(train, state, max_ranks=4)
 print("rank", comm.rank, zlib.crc32(weights), *machines, flush=True)
 """
 

@@ -81,7 +81,7 @@ def test_what_is_built_is_whole_and_passes_the_index_s_checks(built):
         for package in ("collectives", "strategies")
         for path in (ROOT / package).rglob("*.py")
     }
-    others = {"collectives/py.typed", "collectives/core/errors.md", "strategies/py.typed"}
+    others = {"collectives/py.typed", "collectives/errors.md", "strategies/py.typed"}
     assert product | others <= set(names)
     top = {name.split("/")[0] for name in names if ".dist-info" not in name}
     assert top == {"collectives", "strategies", "unisono.py", "unisono_torch.py"}

@@ -282,7 +282,7 @@ def test_whatever_rank_0_meets_is_an_error_on_every_rank(monkeypatch):
             negotiate(Settings(timeout=20), comm.transport)
         comm.barrier()  # nothing is left under way
 
-    monkeypatch.setattr(tuning_file, "found", found)
+    monkeypatch.setattr(tuning_file, "load_links", found)
     inprocess.run_ranks(3, check)
 
 

@@ -15,9 +15,9 @@ microsecond for all that are ready together, and one reduction for all of them.
 
 Every process set has an engine of its own. A rank takes part in a round when it has a call that is
 not carried out, or knows of one that others have made, in the thread that waits for one
-(`Engine.wait`), or else in one of the engine's own (`strategies.horovod.controller.background_thread`). One that has none
-lets the others wait; who has waited for too long says which ranks have not made the call, and the
-call fails on all.
+(`Controller.wait`), or else in a thread of the controller (`background_thread`). One that has none
+lets the others wait; who has waited for too long says which ranks have not made the call, and
+the call fails on all.
 """
 
 from __future__ import annotations

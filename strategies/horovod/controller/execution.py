@@ -194,7 +194,7 @@ def _alltoall(work: Response) -> list[Any]:
     assert work.pending.splits is not None
     splits = np.array(work.pending.splits, np.int64)
     received = work.comm.alltoall(splits)
-    return [work.comm.alltoall(work.arrays()[0], splits=work.pending.splits), received]
+    return [work.comm.alltoall(work.arrays()[0], counts=work.pending.splits), received]
 
 
 def _barrier(work: Response) -> list[Any]:

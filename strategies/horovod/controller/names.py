@@ -24,7 +24,7 @@ class NamesInUse:
 
     def __init__(self) -> None:
         self._calls: dict[str, PendingRequest] = {}
-        self._dropped: deque[PendingRequest] = deque()  # calls without a handle
+        self._dropped: deque[PendingRequest] = deque()  # calls whose a handle
 
     def __contains__(self, name: str | None) -> bool:
         return name in self._calls

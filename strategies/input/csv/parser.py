@@ -1,7 +1,7 @@
 """CSV text to arrays, one per column.
 
-Whole batches of plain numbers take a compiled loop (`csv_kernel`); every row in which that loop
-finds anything else is decoded by `csv_exact`, so that results and errors are the same.
+Whole batches of plain numbers take a compiled loop (`kernel`); every row in which that loop
+finds anything else is decoded by `exact`, so that results and errors are the same.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def _decode_fast(
     if _fields_before_loop > 0:
         _fields_before_loop -= len(lines) * len(columns)
         return None
-    from strategies.input.csv.parser import kernel
+    from strategies.input.csv import kernel
 
     if not kernel.can_split(form.delimiter, form.na_value):
         return None

@@ -13,8 +13,8 @@ from collectives.algorithms.selection import estimate
 from collectives.core.links import DEFAULT, LinkCost, Machine
 
 KIB, MIB = 1 << 10, 1 << 20
-LAYOUTS = [RankLayout(1), RankLayout(2), RankLayout(5), RankLayout(8), RankLayout(4, 4), RankLayout(8, 4), RankLayout(7, 3),
-          RankLayout(64, 8), RankLayout(1024, 128)]  # fmt: skip
+SHAPES = [(1,), (2,), (5,), (8,), (4, 4), (8, 4), (7, 3), (64, 8), (1024, 128)]
+LAYOUTS = [RankLayout(*shape) for shape in SHAPES]
 ROWS = [
     (operation, name)
     for operation, ways in selection.ALGORITHMS.items()

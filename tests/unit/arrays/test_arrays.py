@@ -28,7 +28,7 @@ def give(loan, value):
     if loan.target is not None:
         loan.target[...] = result
         result = loan.target
-    return loan.give_back(result)
+    return loan.restore(result)
 
 
 @pytest.fixture
@@ -179,8 +179,8 @@ def test_bytes_of_an_array_are_its_memory():
 def test_no_array_library_is_imported_for_numpy_arrays():
     code = (
         "import sys, numpy as np\n"
-        "from collectives.arrays import host\n"
-        "host.borrow([1.0], operation='x')\n"
+        "from collectives.arrays import host_arrays as host\n"
+        "host.host_view([1.0], operation='x')\n"
         "print([m for m in ('torch', 'jax', 'cupy', 'numba') if m in sys.modules])"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, check=True)
@@ -481,14 +481,14 @@ def test_results_for_split_jax_arrays_are_split_where_the_shape_is_the_same(jax)
     code = (
         "import jax, numpy as np\n"
         "from jax.sharding import Mesh, NamedSharding, PartitionSpec\n"
-        "from collectives.arrays import host\n"
+        "from collectives.arrays import host_arrays as host\n"
         "mesh = Mesh(np.array(jax.devices()), ('rows',))\n"
         "for spec in (PartitionSpec('rows'), PartitionSpec()):\n"
         "    x = jax.device_put(np.arange(6.0), NamedSharding(mesh, spec))\n"
-        "    loan = host.borrow(x, operation='reduce_scatter')\n"
+        "    loan = host.host_view(x, operation='reduce_scatter')\n"
         "    assert loan.host.tolist() == [0, 1, 2, 3, 4, 5]\n"
         "    for shape in ((6,), (3,), (6, 2)):\n"
-        "        result = loan.give_back(np.ones(shape, x.dtype))\n"
+        "        result = loan.restore(np.ones(shape, x.dtype))\n"
         "        assert (result.shape, result.dtype) == (shape, x.dtype)\n"
         "        print(len(result.devices()), result.sharding.is_fully_replicated)\n"
     )

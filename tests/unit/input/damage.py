@@ -26,7 +26,7 @@ from collections.abc import Callable
 import numpy as np
 
 from strategies.errors import DataLossError, InvalidArgumentError, OutOfRangeError
-from strategies.input.csv.parser import parser as csv
+from strategies.input.csv import parser as csv
 from strategies.input.readers import (
     FixedLengthRecordReader,
     TextLineReader,

@@ -8,7 +8,7 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 
 from strategies.errors import InvalidArgumentError
-from strategies.input.csv.parser import decode_csv, parser
+from strategies.input.csv import decode_csv, parser
 
 F32, F64, I32, I64 = (np.dtype(name) for name in ("float32", "float64", "int32", "int64"))
 
@@ -336,7 +336,7 @@ def _both_ways(rows, dtypes, na_value, needed, select):
 
 
 def test_the_loop_starts_after_some_work(monkeypatch):
-    from strategies.input.csv.parser import kernel
+    from strategies.input.csv import kernel
 
     calls = []
     monkeypatch.setattr(kernel, "parse", lambda *_: calls.append(1))

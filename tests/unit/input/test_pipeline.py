@@ -27,7 +27,7 @@ from strategies.input.batching import (
     shuffle_batch,
     shuffle_batch_join,
 )
-from strategies.input.csv.parser import parser
+from strategies.input.csv import parser
 from strategies.input.files import match_files
 from strategies.input.producers import preload, string_input_producer
 from strategies.input.readers import FixedLengthRecordReader

@@ -225,7 +225,7 @@ def test_what_cannot_be_compiled_leaves_the_turn_to_others(module, monkeypatch):
             firsts.append(mine)
             yield mine
 
-    monkeypatch.setattr(compile_lock, "first", noted)
+    monkeypatch.setattr(compile_lock, "wait_or_lead", noted)
     for _ in range(2):
         with pytest.raises(TypingError):
             module.multiplier("text")(0.5)

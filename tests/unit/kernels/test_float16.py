@@ -293,7 +293,7 @@ def test_processors_without_float16_instructions(processor, tmp_path):
 def test_a_second_process_finds_the_loops_compiled(tmp_path):
     script = """
 import collectives as cc, numpy as np
-from collectives.kernels import convert as packing
+from collectives.kernels import half_loops as packing
 wide, residual = np.zeros((2, 1), np.float32)
 for half in packing._LOOPS:
     packed = np.zeros(1, half)

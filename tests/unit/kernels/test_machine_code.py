@@ -54,7 +54,7 @@ MODULE = """
 """
 PROGRAM = """
     import sys
-    from collectives.kernels import machine_code, turn
+    from collectives.kernels import machine_code, compile_lock as turn
 
     made = machine_code.function("made", "times")
     print(made(7), made(-(2**50)), "numba" in sys.modules)
@@ -215,7 +215,7 @@ IMPATIENT = """
     from collectives.kernels import code_cache, machine_code
 
     code_cache._SILENT_SECONDS = 0
-    machine_code.address("made", "adds")
+    machine_code.load("made", "adds")
 """
 
 
@@ -240,9 +240,9 @@ def test_one_process_of_a_job_announces_that_it_compiles(folder, chosen, place):
 PREPARES = """
     from collectives.kernels import machine_code
 
-    machine_code.prepare([("made", "times"), ("made", "adds")])
+    machine_code.ensure([("made", "times"), ("made", "adds")])
     print([machine_code.is_kept("made", name) for name in ("times", "adds")], flush=True)
-    machine_code.address("made", "adds")
+    machine_code.load("made", "adds")
     print(machine_code.function("made", "times")(7))
 """
 
@@ -338,7 +338,7 @@ def test_other_threads_run_meanwhile():
     block[control_block.SIZE], block[control_block.SPINS] = 2, 2**62
     block[control_block.HEADERS], block[control_block.SLOTS] = address(headers), address(slots)
     block[control_block.STATE] = address(state)
-    shared = machine_code.function("collectives.node.reduce_kernels", "publish", arguments=3)
+    shared = machine_code.function("collectives.node.reduce_kernels", "one_shot_copy", arguments=3)
     block[control_block.ROUNDS] = 1
     statuses = []
     thread = threading.Thread(target=lambda: statuses.append(shared(address(block))))
@@ -389,7 +389,7 @@ def test_a_rank_alone_compiles_nothing(tmp_path):
 
 
 AHEAD = """
-    from collectives.kernels import ahead
+    from collectives.kernels import precompile as ahead
 
     process = ahead.compile_ahead("made", "times")
     print(None if process is None else process.wait(90))

@@ -21,7 +21,7 @@ import sys
 import ml_dtypes
 import numpy as np
 
-from collectives.kernels import convert as packing
+from collectives.kernels import half_loops as packing
 from collectives.arrays.reduction import SUM
 
 
@@ -79,7 +79,7 @@ def loops(*dtypes):
 
 def rules(dtype):
     """Rules of optimizers, one of them a user's, made by a factory."""
-    from strategies.optimizers import fused, rules
+    from strategies.optimizers import numba_step, rules
 
     def scaled(factor):
         def rule(value, gradient, numbers):
@@ -88,23 +88,23 @@ def rules(dtype):
 
     for rule, expected in ((rules.sgd, 0.5), (scaled(2), -1), (scaled(3), -2)):
         value = np.ones(3, dtype)
-        fused.apply(rule, value, np.ones(3, dtype), [], [0.5])
+        numba_step.apply(rule, value, np.ones(3, dtype), [], [0.5])
         check(value, [expected] * 3)
     for rule, numbers, expected in (
         (rules.momentum, [0.5, 2.0], [-0.5, 3]), (rules.nesterov, [0.5, 2.0], [-2.5, 3]),
     ):
         value, slot = np.ones(3, dtype), np.ones(3, dtype)
-        fused.apply(rule, value, np.ones(3, dtype), [slot], numbers)
+        numba_step.apply(rule, value, np.ones(3, dtype), [slot], numbers)
         check(value, [expected[0]] * 3)
         check(slot, [expected[1]] * 3)
-    assert fused.sum_of_squares(np.full(300, 2, dtype)) == 1200
+    assert numba_step.sum_of_squares(np.full(300, 2, dtype)) == 1200
 
 
 def records():
     """Calls one compiled function from another."""
-    from strategies.input import csv_kernel
+    from strategies.input.csv import kernel
 
-    columns, odd = csv_kernel.parse(
+    columns, odd = kernel.parse(
         ["1,2.5", "3,4e2"], [np.dtype(np.int64), np.dtype(np.float64)], ",", False, None
     )
     assert odd == []
@@ -222,10 +222,10 @@ def rule(value, gradient, numbers):
 if __name__ == "__main__":
     import numpy as np
     import rule
-    from strategies.optimizers import fused
+    from strategies.optimizers import numba_step
 
     value = np.ones(3, np.float32)
-    fused.apply(rule.rule, value, np.ones(3, np.float32), [], [0.5])
+    numba_step.apply(rule.rule, value, np.ones(3, np.float32), [], [0.5])
     print(value[0])
 """
 

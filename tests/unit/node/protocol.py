@@ -1,7 +1,8 @@
 """A model of the rounds in shared memory, explored over every order in which things can happen.
 
-`collectives.node.reduce_kernels` runs on processors of which a test sees few orders of stores and loads.
-Here a rank is a list of steps, memory is a tuple, and every order is tried that a processor allows:
+`collectives.node.reduce_kernels` runs on processors of which a test sees few orders of stores and
+loads. Here a rank is a list of steps, memory is a tuple, and every order is tried that a processor
+allows:
 
     x86-64   loads happen in order; stores become visible in order, but streamed ones at any time
              before the next fence of their rank has passed
@@ -73,9 +74,10 @@ class Wrong(Exception):
 class Rank:
     """Writes down the steps of a rank.
 
-    The methods are the functions of `collectives.node.reduce_kernels`, `flows`, `meeting` and `stores`,
-    with their names and in their order. `without` leaves one thing out: what a method does for a
-    word, such as ("pipelined", "wait", "READY"), or one of two places, such as ("", "slot", "").
+    The methods are the functions of `collectives.node.reduce_kernels`, `flows`, `meeting` and
+    `stores`, with their names and in their order. `without` leaves one thing out: what a method
+    does for a word, such as ("pipelined", "wait", "READY"), or one of two places, such as ("",
+    "slot", "").
 
     Args:
         rank: which one.
@@ -213,7 +215,7 @@ class Rank:
         for rank in self.everybody:
             self._store(("array", rank, self.rank), number + RESULT)
 
-    def publish(self) -> None:
+    def one_shot_copy(self) -> None:
         number = self.next_round()
         self.announce(number)
         self.begin_stores()
@@ -224,7 +226,7 @@ class Rank:
         for rank in self.others:
             self.read(rank, number)
 
-    def flow(self) -> None:
+    def pipelined_copy(self) -> None:
         self.announce(self.next_round(TURNS))
         self.begin_stores()
         for number in range(self.first, self.first + TURNS):
@@ -332,8 +334,8 @@ KINDS = {
     "elsewhere": Rank.elsewhere,
     "reduce_scatter": Rank.reduce_scatter,
     "shared": Rank.shared,
-    "publish": Rank.publish,
-    "flow": Rank.flow,
+    "one_shot_copy": Rank.one_shot_copy,
+    "pipelined_copy": Rank.pipelined_copy,
 }
 OF_TWO = {"direct", "elsewhere"}
 

@@ -34,7 +34,7 @@ def test_what_a_killed_maker_left_goes_with_the_next_folder(tmp_path, forked):
     program = """
         import os, signal, subprocess, sys
         from pathlib import Path
-        from collectives.node import folders
+        from collectives.node import temporary_directories as folders
         with folders.temporary(sys.argv[1]) as path:
             Path(path, "segment").write_bytes(bytes(100))
             if sys.argv[2] == "True":  # a program that outlives its parent does not hold the lock

@@ -76,8 +76,8 @@ def test_three_ranks_find_what_is_meant_for_them_in_every_order(processor, strea
 
 
 # What a kind of call does for each word. `reduce_scatter` and `shared` put nothing before READY and
-# before either word, `flow` nothing before FILLED: their fences are those of the others, and not
-# needed.
+# before either word, `pipelined_copy` nothing before FILLED: their fences are those of the others,
+# and not needed.
 NEEDED = {
     ("wait", "FILLED"): list(KINDS),
     ("wait", "READY"): ["pipelined", "elsewhere", "reduce_scatter", "shared"],
@@ -89,12 +89,12 @@ NEEDED = {
         "direct",
         "elsewhere",
         "reduce_scatter",
-        "publish",
+        "one_shot_copy",
     ],
     ("fence", "READY"): ["pipelined", "elsewhere"],
-    ("wait", "PARTS"): ["flow"],
-    ("release", "PARTS"): ["flow"],
-    ("fence", "PARTS"): ["flow"],
+    ("wait", "PARTS"): ["pipelined_copy"],
+    ("release", "PARTS"): ["pipelined_copy"],
+    ("fence", "PARTS"): ["pipelined_copy"],
     ("fence", "change"): [""],
     ("fence", "results"): ["shared"],
     ("slot", ""): [""],
@@ -123,7 +123,7 @@ def test_all_wait_for_each_other_without_a_word():
 MODULES = [store_autotuner, copy_kernels, synchronization, core_probe, reduce_kernels, slot_stores]
 
 # What gives the address of shared memory, or orders stores there.
-REACHES_OTHERS = {"header", "slot", "fence", "drain", "next_round", "table[rank]"}
+REACHES_OTHERS = {"header", "slot", "fence", "store_fence_full", "next_round", "table[rank]"}
 
 
 def cited(module):
@@ -177,7 +177,13 @@ def once(steps):
 
 
 # With what the second turn of the model begins.
-NEXT = {"one_shot": [], "pipelined": ["all filled"], "shared": [], "publish": [], "flow": ["fence"]}
+NEXT = {
+    "one_shot": [],
+    "pipelined": ["all filled"],
+    "shared": [],
+    "one_shot_copy": [],
+    "pipelined_copy": ["fence"],
+}
 
 
 @pytest.mark.parametrize("kind", NEXT)

@@ -186,7 +186,7 @@ def test_a_small_array_is_not_touched_where_ranks_disagree(op):
 
 
 def test_many_ranks_bring_their_rows_after_the_comparison(monkeypatch):
-    monkeypatch.setattr(signature_check, "CARRIED_BYTES", 16)  # two ranks' rows
+    monkeypatch.setattr(signature_check, "MAX_PAYLOAD_BYTES", 16)  # two ranks' rows
 
     def check(comm):
         with pytest.raises(cc.MismatchError, match="dtype"):

@@ -206,7 +206,7 @@ def test_install_outside_the_main_thread_leaves_the_signal_alone(monkeypatch, tm
 def test_sigusr2_shows_where_the_main_thread_waits(tmp_path):
     text = f"""
         import os, signal, threading
-        from collectives.operations import recorder
+        from collectives.tracing import recorder
         recorder.install(0, 1, {str(tmp_path)!r})
         def a_long_wait():
             threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGUSR2)).start()

@@ -33,7 +33,7 @@ class Private:
         self.closed = 0
         self.unusable = None
 
-    def failed(self, operation, error):
+    def mark_failed(self, operation, error):
         self.unusable = f"{operation}: {error}"
 
     def close(self):
@@ -48,7 +48,7 @@ class Owner:
         self.duplicates = 0
         self.progress = RequestThread(self._duplicate)
 
-    def kept(self, make):
+    def state_of(self, make):
         return self.progress
 
     def _duplicate(self):
@@ -156,7 +156,7 @@ def test_after_a_failure_the_later_ones_fail_at_once_and_name_the_first(owner, g
 
     def breaks():
         gate.wait(LIMIT)
-        owner.private.failed("work", error := CollectiveTimeout("rank 3 is silent"))
+        owner.private.mark_failed("work", error := CollectiveTimeout("rank 3 is silent"))
         raise error
 
     first = owner.work_async(breaks)
@@ -181,7 +181,7 @@ def test_an_error_of_what_the_arrays_wait_for_ends_the_requests(owner, monkeypat
 
         return ordered
 
-    monkeypatch.setattr(carrying_out.streams, "order", broken)
+    monkeypatch.setattr(carrying_out.streams, "capture_streams", broken)
     first, second = owner.work_async(lambda: 1), owner.work_async(lambda: 2)
     with pytest.raises(RuntimeError, match="the device is gone"):
         first.wait(LIMIT)
@@ -261,7 +261,7 @@ def test_a_request_that_nobody_waits_for_is_named_once_when_it_is_dropped(owner,
 
 def test_a_failure_that_nobody_waits_for_is_in_the_warning(owner, caplog):
     def breaks():
-        owner.private.failed("work", ZeroDivisionError())
+        owner.private.mark_failed("work", ZeroDivisionError())
         return 1 // 0
 
     request = owner.work_async(breaks)
@@ -491,18 +491,18 @@ def test_a_forked_child_starts_and_waits_for_nothing(owner, gate):
 
 HANGS_AT_EXIT = """
     import threading, time
-    from collectives.operations import progress
+    from collectives.operations import nonblocking as progress
     progress._DRAIN = 0.2
     class Owner:
         def __init__(self):
-            self.progress = progress.Progress(lambda: self)
-        def kept(self, make):
+            self.progress = progress.RequestThread(lambda: self)
+        def state_of(self, make):
             return self.progress
         def close(self):
             pass
         def work(self, function):
             return function()
-        work_async = progress.asynchronous(work)
+        work_async = progress.nonblocking_twin(work)
     owner = Owner()
     held = owner.work_async(threading.Event().wait)
     {last}

@@ -270,7 +270,7 @@ def test_rows_whose_answer_cannot_be_sent_go_back_once(services, monkeypatch, ca
 
 @pytest.mark.parametrize(
     "end",
-    [lambda r: r.close("the end"), lambda r: r.gone(1, UnavailableError("died"))],
+    [lambda r: r.close("the end"), lambda r: r.peer_lost(1, UnavailableError("died"))],
     ids=["close", "gone"],
 )
 def test_nobody_waits_for_answers_when_nothing_can_be_sent(end):

@@ -97,7 +97,7 @@ def conform(operation, algorithm, cluster, *, eager=EAGER_BYTES, count=1500, kin
             takes = [bounds[rank + 1] - bounds[rank]] * size
             got = run(over, buffer, counts, takes, deadline)
             return got, np.concatenate([a[own] for a in arrays])
-        access.transport.simulated.spend(1.0 if rank == root else 0.0)
+        access.transport.simulated.advance(1.0 if rank == root else 0.0)
         return run(over, deadline), None
 
     ended = ranks.run(cluster, call, payload=True, eager=eager)

@@ -153,7 +153,7 @@ def test_a_comparison_finds_the_odd_one_and_carries_a_sum(
     size, per_node, speakers, count, mode, monkeypatch
 ):
     monkeypatch.setattr(
-        signature_check, "MOST_SPEAKERS", speakers
+        signature_check, "MAX_SPEAKERS", speakers
     )  # 1: as with many ranks on a node
     conform_comparison(spread(size, per_node), eager=EAGER[mode], count=count)
 
@@ -174,7 +174,7 @@ def test_a_wrong_step_beyond_16_ranks_is_caught(case, monkeypatch):
     schedule, mutate, conform = MUTATIONS[case]
     monkeypatch.setattr(topology, schedule, mutate(getattr(topology, schedule)))
     per_node = 2 if case == "of nodes" else 1
-    monkeypatch.setattr(signature_check, "MOST_SPEAKERS", 1)  # of a node of two one rank speaks
+    monkeypatch.setattr(signature_check, "MAX_SPEAKERS", 1)  # of a node of two one rank speaks
     conform(SimulatedCluster(16 * per_node, 16))  # where it does no harm
     with pytest.raises((AssertionError, cc.CollectiveError)):
         conform(SimulatedCluster(20 * per_node, 20))

@@ -107,7 +107,7 @@ def test_a_line_that_was_idle_lets_a_burst_pass_at_once(idle, saved):
         data = np.zeros(100_000, np.uint8)
         for pause in (0.0, idle):
             if transport.rank == 0:
-                transport.simulated.spend(pause)
+                transport.simulated.advance(pause)
                 transport.send(data, 1, LIMIT)
                 transport.send(data, 1, LIMIT)
             else:
@@ -259,7 +259,7 @@ def test_the_bits_of_the_other_operations_are_those_of_ranks_that_run(operation,
 
 def working(milliseconds):
     """A program that computes, and exchanges nothing."""
-    return lambda transport: transport.simulated.spend(milliseconds / 1e3)
+    return lambda transport: transport.simulated.advance(milliseconds / 1e3)
 
 
 @pytest.mark.parametrize(
@@ -280,7 +280,7 @@ def test_ranks_share_the_cores_of_their_host(how, ends):
 def test_ranks_that_fill_the_cores_of_their_node_give_theirs_away_at_once():
     assert SimulatedCluster(4, 2, MACHINE, cores=2).waiting is YIELDING
     assert SimulatedCluster(4, 4, MACHINE, cores=2, nodes_per_host=4).waiting is POLLING
-    assert YIELDING.python.polls == YIELDING.letters.polls == 0 < POLLING.letters.polls
+    assert YIELDING.python.polls == YIELDING.eager.polls == 0 < POLLING.eager.polls
 
 
 def test_a_byte_takes_processors_only_where_they_are_shared():
@@ -407,7 +407,7 @@ def test_a_simulation_stops_when_it_has_taken_its_time():
         ({"cores": 0}, "one or more cores"),
         ({"nodes_per_host": 0}, "nodes on a host"),
         ({"waits": POLLING._replace(python=WaitingRank(-1e-6, 0, 0))}, "python's polls >= 0"),
-        ({"waits": POLLING._replace(letters=WaitingRank(0, float("inf"), 0))}, "letters's look"),
+        ({"waits": POLLING._replace(eager=WaitingRank(0, float("inf"), 0))}, "eager's look"),
         ({"copying": -1.0}, "copying >= 0"),
         ({"together": -1.0}, "together >= 0"),
         ({"seed": -1}, "a seed of 0 or more"),

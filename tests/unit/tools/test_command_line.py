@@ -526,7 +526,7 @@ import sys, threading
 from collectives import __main__
 from collectives.tools import measure as measuring
 
-timed, calls = measuring.Clock._timed, []
+timed, calls = measuring.MeasuringClock._time, []
 
 def faulty(clock, *arguments):
     calls.append(1)
@@ -536,7 +536,7 @@ def faulty(clock, *arguments):
         threading.Event().wait(90)
     return timed(clock, *arguments)
 
-measuring.Clock._timed = faulty
+measuring.MeasuringClock._time = faulty
 sys.exit(__main__.main(["tune", "--seconds", "0.5", "--out", sys.argv[2]]))
 """
 

@@ -13,9 +13,10 @@ import pytest
 from checkpoint_samples import assert_same_bits, leftovers, steps, tensors_of
 
 from strategies import errors
-from strategies.checkpoint import atomic_io, checkpoint
+from strategies.checkpoint import checkpoint
 from strategies.checkpoint.async_writer import AsyncWriter
 from strategies.checkpoint.checkpoint_manager import CheckpointManager
+from strategies.core import atomic_io
 
 DEADLINE = 20  # seconds until a thread that should come has not
 
@@ -173,7 +174,7 @@ def test_the_work_leaves_the_core_to_the_program_unless_it_is_awaited(awaited):
 
 def test_a_large_array_is_written_with_rests(tmp_path, monkeypatch):
     rests = []
-    monkeypatch.setattr(AsyncWriter, "rest", lambda self: rests.append(1))
+    monkeypatch.setattr(AsyncWriter, "throttle", lambda self: rests.append(1))
     with CheckpointManager(tmp_path, background=True) as manager:
         manager.save({"w": np.ones(3 << 20, np.uint8)}, step=1)
     assert len(rests) >= 3

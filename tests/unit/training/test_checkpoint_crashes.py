@@ -22,8 +22,9 @@ from checkpoint_samples import SHARD, assert_same_bits, leftovers, steps
 from inprocess import run_ranks, world_settings
 from pairwise import also
 from strategies import errors
-from strategies.checkpoint import Slice, atomic_io, checkpoint, shards
+from strategies.checkpoint import Slice, checkpoint, shards
 from strategies.checkpoint.checkpoint_manager import CheckpointManager
+from strategies.core import atomic_io
 
 WRITE = os.write
 
@@ -326,7 +327,7 @@ LIMITED = """
 import resource, sys
 import numpy as np
 from strategies import errors
-from strategies.training import checkpoint
+from strategies.checkpoint import checkpoint
 directory, limit = sys.argv[1], int(sys.argv[2])
 resource.setrlimit(resource.RLIMIT_FSIZE, (limit, limit))
 try:
@@ -398,8 +399,8 @@ def test_interrupt_leaves_nothing_behind(tmp_path, monkeypatch):
 HOLDER = """
 import sys
 from pathlib import Path
-from strategies.training import durable
-lock = durable.DirectoryLock(Path(sys.argv[1]))
+from strategies.core import atomic_io
+lock = atomic_io.DirectoryLock(Path(sys.argv[1]))
 print("held", flush=True)
 sys.stdin.read()
 """
@@ -436,8 +437,8 @@ def test_locks_of_one_process_exclude_each_other_and_close_twice(tmp_path):
 
 def test_a_lock_that_outlives_the_modules_is_silent(tmp_path):
     text = (
-        "import os, sys, pathlib; from strategies.training import durable; "
-        "os.kept = durable.DirectoryLock(pathlib.Path(sys.argv[1]))"
+        "import os, sys, pathlib; from strategies.core import atomic_io; "
+        "os.kept = atomic_io.DirectoryLock(pathlib.Path(sys.argv[1]))"
     )
     for _ in range(2):  # the kernel releases it
         result = subprocess.run(

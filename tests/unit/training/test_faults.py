@@ -36,13 +36,13 @@ def test_what_is_no_fault_is_an_error_that_says_what_is(text):
 PROGRAM = """
 import sys, time
 import numpy as np
-from strategies import training
+from strategies import elastic
 weights = [np.zeros(0), np.ones(3)]
 for step in [0, 1, 2, 1, 2]:  # the second time nothing happens
     began = time.monotonic()
     try:
-        training.inject(step, weights)
-    except training.InjectedFault as error:
+        elastic.inject(step, weights)
+    except elastic.InjectedFault as error:
         print("error", error)
     print(step, weights[1].tolist(), time.monotonic() - began > 0.2)
 """

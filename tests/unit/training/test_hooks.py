@@ -102,7 +102,7 @@ def test_stop_at_step_wants_one_of_two(given):
 
 def test_steps_per_second_are_counted(caplog):
     counter = hooks.StepCounter(2)
-    with caplog.at_level(logging.INFO, "strategies.training"):
+    with caplog.at_level(logging.INFO, "strategies.session"):
         run(counter, steps=5)
     assert counter.steps_per_second > 10
     assert [r.message.split(":")[0] for r in caplog.records] == ["step 2", "step 4"]
@@ -112,7 +112,7 @@ def test_steps_per_second_are_counted(caplog):
     ("given", "steps"), [({"every_steps": 2}, [1, 3, 5]), ({"at_end": True}, [5])]
 )
 def test_values_are_logged(caplog, given, steps):
-    with caplog.at_level(logging.INFO, "strategies.training"):
+    with caplog.at_level(logging.INFO, "strategies.session"):
         run(hooks.LogValues(**given), steps=5, function=lambda: {"loss": 0.12346, "epoch": 3})
     assert [r.message for r in caplog.records] == [
         f"step {step}: loss 0.1235, epoch 3" for step in steps
@@ -120,9 +120,9 @@ def test_values_are_logged(caplog, given, steps):
 
 
 def test_logging_wants_one_of_three():
-    with pytest.raises(ValueError, match="Logging: "):
+    with pytest.raises(ValueError, match="LogValues: "):
         hooks.LogValues(at_end=True, every_steps=1)
-    with pytest.raises(ValueError, match="Logging: "):
+    with pytest.raises(ValueError, match="LogValues: "):
         hooks.LogValues()
 
 
@@ -209,8 +209,8 @@ def test_without_tensorboardx_it_says_how_to_get_it(tmp_path, monkeypatch):
 
 def test_progress_shows_the_first_value(monkeypatch, capsys):
     shown = io.StringIO()
-    monkeypatch.setattr(metrics_hook.Progress.__init__, "__kwdefaults__",
-                        {**metrics_hook.Progress.__init__.__kwdefaults__, "file": shown})  # fmt: skip
+    defaults = {**metrics_hook.Progress.__init__.__kwdefaults__, "file": shown}
+    monkeypatch.setattr(metrics_hook.Progress.__init__, "__kwdefaults__", defaults)
     run(Summaries(progress="epochs"), function=lambda: {"loss": 0.25, "speed": 7})
     (line,) = shown.getvalue().splitlines()
     assert line.startswith("epochs: 3/3 (100%)")

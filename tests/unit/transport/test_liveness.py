@@ -127,7 +127,7 @@ def test_a_rank_that_leaves_while_it_is_looked_at_is_not_dead(path, children, mo
 
     with Liveness(path, 0, 2) as mine:
         pid = children.start(ends_when_told)
-        monkeypatch.setattr(liveness, "_locked", gone_by_now)
+        monkeypatch.setattr(liveness, "_is_locked", gone_by_now)
         assert mine.dead() == []
 
 

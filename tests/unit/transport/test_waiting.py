@@ -76,7 +76,7 @@ def test_no_limit_counts_what_this_process_compiles_meanwhile(clock, monkeypatch
     ranks.rank, ranks.size = 0, 2
     missing = [CompletedWait("rank 1 to enter the call", (1,), has_come=False)]
     deadline = Deadline("allreduce", 5.0)
-    with compile_time.preparing():
+    with compile_time.measure():
         clock.now += 60.0
     deadline.check(ranks, missing)
     clock.now += 5.0

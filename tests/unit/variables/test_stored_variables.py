@@ -111,7 +111,7 @@ def test_long_updates_leave_the_service_free_and_run_side_by_side(services, monk
             assert free.wait(LIMIT)
         return act(operation, thing, arrays, options)
 
-    monkeypatch.setattr(request_handler, "act", slow)
+    monkeypatch.setattr(request_handler, "execute", slow)
     monkeypatch.setattr(request_handler.pool, "UPDATES", pool.Pool("two", lambda: 2))
     big = np.ones(1 << 18)
     made = [shared_variable(big, service=services[1], shared_name=name) for name in "ab"]
@@ -136,7 +136,7 @@ def test_a_request_that_waits_for_a_thread_ends_at_its_deadline(services, monkey
             assert free.wait(LIMIT)
         return act(operation, thing, arrays, options)
 
-    monkeypatch.setattr(request_handler, "act", slow)
+    monkeypatch.setattr(request_handler, "execute", slow)
     monkeypatch.setattr(request_handler.pool, "UPDATES", pool.Pool("one", lambda: 1))
     big = np.ones(1 << 18)
     v = shared_variable(big, service=services[1], shared_name="v")
@@ -166,7 +166,7 @@ def test_memory_of_messages_is_let_go_of(services, monkeypatch):
         seen.extend(weakref.ref(array) for array in arrays)
         return act(operation, thing, arrays, options)
 
-    monkeypatch.setattr(request_handler, "act", note)
+    monkeypatch.setattr(request_handler, "execute", note)
     big = np.ones(1 << 18)
     v = shared_variable(big, service=services[1], shared_name="v", optimizer=strategies.SGD(1.0))
     gc.disable()
@@ -188,10 +188,10 @@ def test_a_fault_is_an_error_for_the_caller_and_not_the_end(services, monkeypatc
     def broken(operation, thing, arrays, options):
         raise KeyError("of a test")
 
-    monkeypatch.setattr(request_handler, "act", broken)
+    monkeypatch.setattr(request_handler, "execute", broken)
     with pytest.raises(InternalError, match="KeyError"):
         v.read()
-    monkeypatch.setattr(request_handler, "act", act)
+    monkeypatch.setattr(request_handler, "execute", act)
     assert v.read().value == 0
 
 

@@ -1,4 +1,4 @@
-"""Letters among ranks that are threads, over functions in C that stand for MPI's."""
+"""Eager messages among ranks that are threads, over functions in C that stand for MPI's."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ class Network:
 
 
 class CTransport(RankSet):
-    """What letters need of a transport."""
+    """What eager messages need of a transport."""
 
     def __init__(self, network, rank, size):
         self.network, self.rank, self.size = network, rank, size
@@ -52,13 +52,13 @@ class CTransport(RankSet):
         self.kept = []
         self.functions = START(self._isend), START(self._irecv), TEST(self._test)
         addresses = (ctypes.cast(f, ctypes.c_void_p).value for f in self.functions)
-        self.in_c = NativeMpi(*addresses, COMM % 2**64, BYTE, TAG)
+        self.native_mpi = NativeMpi(*addresses, COMM % 2**64, BYTE, TAG)
 
     @property
-    def whole(self):
+    def parent(self):
         return self
 
-    def number(self, rank):
+    def parent_rank(self, rank):
         return rank
 
     def _isend(self, memory, nbytes, kind, dest, tag, comm, request):
@@ -98,13 +98,13 @@ class CTransport(RankSet):
         INT.from_address(flag).value = 1
         return 0
 
-    def culprit(self, pending):
+    def blocking_rank(self, pending):
         return ""
 
-    def look_around(self, operation, peers):
+    def check_peers(self, operation, peers):
         self.looks += 1
 
-    def keep(self, memory):
+    def retain(self, memory):
         self.kept.append(memory)
 
     def error_of(self, code, operation):
@@ -112,7 +112,7 @@ class CTransport(RankSet):
 
 
 def run(size, call, network=None):
-    """Call `call(letters, transport)` on all ranks; returns what they return."""
+    """Call `call(exchange, transport)` on all ranks; returns what they return."""
     network = network or Network()
 
     def body(rank):
@@ -129,15 +129,15 @@ def deadline(seconds=20.0):
     return Deadline("allreduce", seconds)
 
 
-def test_a_part_of_the_ranks_exchanges_letters_under_the_numbers_of_the_whole():
+def test_a_part_of_the_ranks_exchanges_messages_under_the_numbers_of_the_whole():
     network = Network(slow=(2,))
 
     def call(_, transport):
         part = hierarchical.levels(transport, (0, 0, 2, 2)).network
         if transport.rank % 2:  # of each node the first one speaks
             return None
-        letters = EagerExchange(part, MAX_PAYLOAD_BYTES)
-        return letters.reduce((7, ~7), np.array([part.parent_rank(part.rank)]), SUM, deadline())
+        exchange = EagerExchange(part, MAX_PAYLOAD_BYTES)
+        return exchange.reduce((7, ~7), np.array([part.parent_rank(part.rank)]), SUM, deadline())
 
     zero, one, two, three = run(4, call, network)
     assert (zero.tolist(), one, two.tolist(), three) == ([2], None, [2], None)
@@ -152,13 +152,13 @@ def test_what_all_bring_is_combined_and_equal_on_all_ranks(size, op):
     dtypes = [d for d in dtypes if reduction.work_dtype(np.dtype(d)) == d]
     assert dtypes
 
-    def call(letters, transport):
+    def call(exchange, transport):
         results = []
         for dtype, n in itertools.product(dtypes, (0, 1, 7, 150)):
             arrays = [(np.arange(n) % 5 + r % 3).astype(dtype) for r in range(size)]
             data = arrays[transport.rank].copy()
             reduction.prescale(data, op, size)
-            got = letters.carry((n, ~n), data, op, deadline())
+            got = exchange.reduce((n, ~n), data, op, deadline())
             oracle.assert_close(got, arrays, op)
             results.append(got.tobytes())
         return results
@@ -167,35 +167,35 @@ def test_what_all_bring_is_combined_and_equal_on_all_ranks(size, op):
     assert all(result == results[0] for result in results)
 
 
-def test_a_letter_has_the_length_of_what_it_carries():
+def test_a_message_has_the_length_of_what_it_carries():
     network = Network()
     data = np.ones(3)
-    run(2, lambda letters, _: letters.carry((1, ~1), data, SUM, deadline()), network)
+    run(2, lambda exchange, _: exchange.reduce((1, ~1), data, SUM, deadline()), network)
     assert network.lengths == [HEAD_BYTES + data.nbytes] * 2
 
 
 @pytest.mark.parametrize("size", [2, 3, 5, 8])
 @pytest.mark.parametrize("other", [0, 1, -1])
 def test_all_ranks_hear_that_one_means_another_call(size, other):
-    """Whose letter is longer, and whose hash is the smaller or the larger one."""
+    """Whose message is longer, and whose hash is the smaller or the larger one."""
 
-    def call(letters, transport):
+    def call(exchange, transport):
         told = []
         for mine, n in ((3, 100), (9, 1)):
             odd = transport.rank == other % size
             number = mine if odd else 5
             data = np.full(n if odd else 10, np.nan)
-            told.append(letters.carry((number, ~number), data, SUM, deadline()))
-        told.append(letters.carry((1, ~1), np.ones(2), SUM, deadline()).tolist())
+            told.append(exchange.reduce((number, ~number), data, SUM, deadline()))
+        told.append(exchange.reduce((1, ~1), np.ones(2), SUM, deadline()).tolist())
         return told
 
     assert run(size, call) == [[None, None, [size, size]]] * size
 
 
 def test_a_wait_for_a_slow_rank_looks_after_the_others_and_goes_on():
-    def call(letters, transport):
-        result = letters.carry((1, ~1), np.ones(2), SUM, deadline())
-        again = letters.carry((2, ~2), result, SUM, deadline())
+    def call(exchange, transport):
+        result = exchange.reduce((1, ~1), np.ones(2), SUM, deadline())
+        again = exchange.reduce((2, ~2), result, SUM, deadline())
         return again.tolist(), transport.looks
 
     results = run(2, call, Network(slow=[1]))
@@ -205,14 +205,14 @@ def test_a_wait_for_a_slow_rank_looks_after_the_others_and_goes_on():
 
 def test_a_rank_that_does_not_come_is_named_after_the_limit():
     transport = CTransport(Network(), 0, 2)
-    letters = EagerExchange(transport, MAX_PAYLOAD_BYTES)
+    exchange = EagerExchange(transport, MAX_PAYLOAD_BYTES)
     with pytest.raises(CollectiveTimeout, match=r"no answer within 0.3 s.*rank 1 to send 16 bytes"):
-        letters.reduce((1, ~1), np.ones(2), SUM, deadline(0.3))
-    assert transport.kept == [letters]  # where a message may still arrive
+        exchange.reduce((1, ~1), np.ones(2), SUM, deadline(0.3))
+    assert transport.kept == [exchange]  # where a message may still arrive
 
 
 def test_an_error_of_mpi_is_explained_by_the_transport():
     transport = CTransport(Network(failing=[0]), 0, 2)
-    letters = EagerExchange(transport, MAX_PAYLOAD_BYTES)
+    exchange = EagerExchange(transport, MAX_PAYLOAD_BYTES)
     with pytest.raises(RuntimeError, match=f"allreduce: error {FAILURE}"):
-        letters.reduce((1, ~1), np.ones(2), SUM, deadline())
+        exchange.reduce((1, ~1), np.ones(2), SUM, deadline())

@@ -23,7 +23,15 @@ from typing import Any
 
 from strategies import errors
 
-__all__ = ["DirectoryLock", "explained", "new_file", "remove", "rename", "sync", "write_file"]
+__all__ = [
+    "DirectoryLock",
+    "translate_errors",
+    "new_file",
+    "remove",
+    "rename",
+    "sync",
+    "write_file",
+]
 
 _log = logging.getLogger(__name__)
 
@@ -45,7 +53,7 @@ _ERROR_OF_ERRNO: dict[int | None, type[errors.OpError]] = {
 
 
 @contextlib.contextmanager
-def explained(operation: str, path: PathLike[str]) -> Iterator[None]:
+def translate_errors(operation: str, path: PathLike[str]) -> Iterator[None]:
     """Turn an `OSError` inside the block into the `OpError` that names the operation and file.
 
     Args:
@@ -71,7 +79,7 @@ def explained(operation: str, path: PathLike[str]) -> Iterator[None]:
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Callable[[Any], None]]:
     """Create `path`, which must not exist; yields what appends bytes; fsyncs it in the end."""
-    with _opened(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as descriptor:
+    with _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as descriptor:
         written = begun = 0
 
         def put(data: Any) -> None:
@@ -97,12 +105,12 @@ def write_file(path: Path, data: bytes) -> None:
 
 def sync(path: Path) -> None:
     """Wait until the file's content, or the directory's list of names, is on the device."""
-    with _opened(path, os.O_RDONLY) as descriptor:
+    with _open(path, os.O_RDONLY) as descriptor:
         os.fsync(descriptor)
 
 
 @contextlib.contextmanager
-def _opened(path: Path, flags: int) -> Iterator[int]:
+def _open(path: Path, flags: int) -> Iterator[int]:
     descriptor = os.open(path, flags | os.O_CLOEXEC, 0o666)
     try:
         yield descriptor
@@ -150,7 +158,7 @@ class DirectoryLock:
 
     def __init__(self, directory: Path) -> None:
         path = directory / ".lock"
-        with explained("lock", path):
+        with translate_errors("lock", path):
             directory.mkdir(parents=True, exist_ok=True)
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(path, flags, 0o666)

@@ -16,7 +16,7 @@ class Interrupted:
         self.interruptions = interruptions
         self.over = False
 
-    def deliver(self):
+    def complete(self):
         if self.interruptions:
             self.interruptions -= 1
             raise KeyboardInterrupt
@@ -25,7 +25,7 @@ class Interrupted:
 
 def test_what_a_signal_kept_from_being_handed_over_comes_with_the_next_move(monkeypatch):
     lane = ProgressEngine(SimpleNamespace(transport=None, unusable=None))
-    monkeypatch.setattr(lane, "transport", lambda: SimpleNamespace(collect=lambda: None))
+    monkeypatch.setattr(lane, "transport", lambda: SimpleNamespace(poll_mailbox=lambda: None))
     transfers = [Interrupted(0), Interrupted(1), Interrupted(0)]
     lane.matching.requeue(transfers)
     with pytest.raises(KeyboardInterrupt):
