@@ -242,7 +242,8 @@ class FailureDetector(RankSet):
                 if not self._compiles_since or self._end is not None:
                     self._answering = None
                     return
-            with self._lock:
+            # A death is for the thread that compiles to find, in its next call.
+            with contextlib.suppress(RuntimeError), self._lock:
                 self._take()
 
     def compile_seconds(self) -> dict[int, int]:
