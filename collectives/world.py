@@ -135,6 +135,10 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     if len(_members) == all_processes.Get_size():
         failure_detector.install(all_processes, recorder.last_call, is_fault_tolerant())
     _world = from_mpi(ranks, configuration)
+    if failure_detector.current is not None and (
+        _world.num_nodes > 1 or _world.settings.shared_memory is None
+    ):  # elsewhere notes in shared memory show it
+        failure_detector.current.answer_while_compiling()
     # By its number among all: worlds of other processes may write beside it.
     recorder.install(all_processes.Get_rank(), all_processes.Get_size(), configuration.recorder_dir)
     if configuration.abort_on_exception:

@@ -139,10 +139,8 @@ class FailureDetector(RankSet):
         self._failed_ranks: set[int] = set()  # their exit status was received
         self._compiling: dict[int, tuple[int, float]] = {}  # rank -> seconds so far, when heard
         self._compiles_since = 0.0  # this process; 0 if it does not
-        self._answering: threading.Thread | None = None  # while this process compiles
-        self._answering_lock = threading.Lock()
-        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
-            compile_time.keep_noted(self)
+        self._compiled = threading.Event()  # ends the thread that answers until then
+        self._answering: threading.Thread | None = None
 
     @property
     def is_mine(self) -> bool:
@@ -223,25 +221,31 @@ class FailureDetector(RankSet):
         self._failed[key] = news
         self._tell_all(key, news)
 
+    def answer_while_compiling(self) -> None:
+        """From now on, answer from another thread while this process compiles, if MPI allows it."""
+        from mpi4py import MPI
+
+        if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
+            compile_time.keep_noted(self)
+
     def note_preparation(self, since: float) -> None:
-        """Answer from a thread of its own while this process compiles."""
+        """Start or end the thread that answers while this process compiles."""
         if not self.is_mine:
             return
-        with self._answering_lock:
-            self._compiles_since = since
-            if since and self._answering is None:
-                self._answering = threading.Thread(
-                    target=self._answer_while_compiling, name="answers-while-compiling", daemon=True
-                )
-                self._answering.start()
+        self._compiles_since = since
+        if since:
+            self._compiled.clear()
+            self._answering = threading.Thread(
+                target=self._answer_while_compiling, name="answers-while-compiling", daemon=True
+            )
+            self._answering.start()
+        elif self._answering is not None:
+            self._compiled.set()
+            self._answering.join()
+            self._answering = None
 
     def _answer_while_compiling(self) -> None:
-        while True:
-            time.sleep(_LOOK_WHILE_COMPILING)
-            with self._answering_lock:
-                if not self._compiles_since or self._end is not None:
-                    self._answering = None
-                    return
+        while not self._compiled.wait(_LOOK_WHILE_COMPILING) and self._end is None:
             # A death is for the thread that compiles to find, in its next call.
             with contextlib.suppress(RuntimeError), self._lock:
                 self._take()
