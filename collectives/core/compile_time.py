@@ -3,7 +3,7 @@
 The first calls of a program compile, or wait for the process of their machine that does: seconds,
 on a busy machine many. No other rank is late because of it, so no limit of a wait counts it. Notes
 in shared memory (`collectives.tracing.peer_status`) show the other ranks of a node when a rank does
-so.
+so; those of other nodes ask (`collectives.transport.failure_detector`).
 """
 
 from __future__ import annotations

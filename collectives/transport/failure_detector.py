@@ -241,7 +241,7 @@ class FailureDetector(RankSet):
             self._answering.start()
         elif self._answering is not None:
             self._compiled.set()
-            self._answering.join()
+            self._answering.join(_ANSWERS_WITHIN)  # it never waits for another rank
             self._answering = None
 
     def _answer_while_compiling(self) -> None:
