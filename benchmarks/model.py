@@ -317,7 +317,7 @@ def timed(
     comm: Communicator, cases: dict[str, Callable[[], object]], nbytes: int, seconds: float
 ) -> dict[str, float]:
     """Return what calls take, of the slowest rank: the first quartile, since others only add."""
-    transport, deadline = comm.transport, comm.deadline("model")
+    transport, deadline = comm._group.transport, comm._group.deadline("model")
     together = several(nbytes)
     found: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():
@@ -398,7 +398,7 @@ def copying(comm: Communicator) -> float:
 
 def exchange(leaders: Communicator) -> None:
     """Send an array to the next and receive one from the last, with a look in every millisecond."""
-    transport, deadline = leaders.transport, leaders.deadline("model")
+    transport, deadline = leaders._group.transport, leaders._group.deadline("model")
     after, before = ((leaders.rank + step) % leaders.size for step in (1, -1))
     sent, received = np.zeros(COPIED_BYTES, np.uint8), np.empty(COPIED_BYTES, np.uint8)
     pending = [transport.start_receive(received, before), transport.start_send(sent, after)]
@@ -418,10 +418,12 @@ def together(comm: Communicator) -> float:
     sent, received = (ring.slices(np.zeros(COPIED_BYTES, np.uint8)) for _ in range(2))
 
     def seconds(times: int) -> float:
-        tree.barrier(comm.transport, comm.deadline("model"))
+        tree.barrier(comm._group.transport, comm._group.deadline("model"))
         began = time.perf_counter()
         for _ in range(times):
-            ring.exchange(comm.transport, sent, after, received, before, comm.deadline("model"))
+            ring.exchange(
+                comm._group.transport, sent, after, received, before, comm._group.deadline("model")
+            )
         return float(comm.allreduce(np.array(time.perf_counter() - began), op=MAX))
 
     times = 1 + int(COPYING_SECONDS / seconds(1))
@@ -434,10 +436,10 @@ def by_python(comm: Communicator) -> dict[str, list[float]]:
     from collectives.simulation.cluster import SimulatedCluster
 
     leaders = SimulatedCluster(comm.size, comm.num_nodes).leaders()
-    names = selection.estimate("allreduce", 4, comm.layout)
+    names = selection.estimate("allreduce", 4, comm._group.layout)
     found = {}
     if comm.rank == 0:
-        found = {name: overhead.seconds(name, comm.layout, leaders) for name in names}
+        found = {name: overhead.seconds(name, comm._group.layout, leaders) for name in names}
     comm.barrier()
     return found
 
@@ -514,7 +516,7 @@ def one_pass(comm: Communicator, nbytes: int, seconds: float) -> tuple[float, di
         how: dict[str, Any] = {"op": MAX, "out": buffer, "algorithm": algorithm}
         return lambda: comm.allreduce(buffer, **how)
 
-    cases = {name: call(name) for name in said(nbytes, comm.layout)}
+    cases = {name: call(name) for name in said(nbytes, comm._group.layout)}
     share = SHARES[SIZES.index(nbytes)] / sum(SHARES) / PASSES
     (all_before, own_before), began = spent(), time.perf_counter()
     took = timed(comm, cases, nbytes, 2 * seconds / 3 * share)
@@ -548,7 +550,7 @@ def row(
     mine = mine[:PASSES]
     times = {name: [took[name] for _, took in mine] for name in mine[0][1]}
     took = {name: statistics.median(each) for name, each in times.items()}
-    picked, estimates = auto(nbytes, comm.layout), said(nbytes, comm.layout)
+    picked, estimates = auto(nbytes, comm._group.layout), said(nbytes, comm._group.layout)
     same = min(took["auto"], took.get(picked, took["auto"]))
     return {
         "bytes": nbytes,

@@ -281,7 +281,7 @@ def rows_of(comm, job: str):
     rows[FLOOR] = messages_alone(comm)
     if comm.local_size > 1:
         # As it is where ranks of a node do not share memory.
-        by_messages = comm.levels_by_messages
+        by_messages = comm._group.levels_by_messages
         rows |= {
             "hierarchical": call(algorithm="hierarchical"),
             "hierarchical, shared": call(algorithm="hierarchical"),

@@ -43,10 +43,8 @@ from collectives.core.version import __version__ as __version__
 from collectives.fusion.buckets import Buckets
 from collectives.kernels.compression import BF16, FP16, INT8, NONE, Compression
 from collectives.launch.abort_hook import leave
-from collectives.launch.launcher import launched_processes
 from collectives.launch.open_mpi import is_fault_tolerant
 from collectives.plans.planner import Plan
-from collectives.tracing.call_sites import calls_from_here
 from collectives.tracing.timeline import timeline_span
 from collectives.transport.header import Envelope
 from collectives.world import *  # noqa: F403  # the operations of the world, listed there
@@ -81,10 +79,8 @@ __all__ = [
     "PeerFailure",
     "Plan",
     "Request",
-    "calls_from_here",
     "from_mpi",
     "is_fault_tolerant",
-    "launched_processes",
     "leave",
     "timeline_span",
 ]

@@ -10,8 +10,7 @@ import os
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from collectives.calls.group import open_groups
-from collectives.communicator import Communicator, from_mpi
+from collectives.communicator import Communicator, from_mpi, group_of, open_communicators
 from collectives.core import oversubscription, settings
 from collectives.launch import abort_hook, processes
 from collectives.launch.open_mpi import is_fault_tolerant
@@ -147,7 +146,7 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     for text in filter(None, [*warnings, oversubscription.warning_for(ranks, os.environ)]):
         log.warning("[%d/%d] %s", _world.rank, _world.size, text)
     if _world.settings.timeline is not None:
-        timeline_control.start(_world, _world.settings.timeline)
+        timeline_control.start(group_of(_world), _world.settings.timeline)
     return _world
 
 
@@ -155,7 +154,12 @@ def _reduce(comm: Communicator) -> tuple[Callable[..., Communicator], tuple[Any,
     """Pickle the world as `init()`, another communicator as its name and ranks."""
     if comm is _world:
         return init, ()
-    return _find_open, (comm.recorder.name, list(comm.world_ranks))
+    return _find_open, _name_and_ranks(comm)
+
+
+def _name_and_ranks(comm: Communicator) -> tuple[str, list[int]]:
+    group = group_of(comm)
+    return group.recorder.name, list(group.world_ranks)
 
 
 def _find_open(name: str, ranks: list[int]) -> Communicator:
@@ -165,11 +169,9 @@ def _find_open(name: str, ranks: list[int]) -> Communicator:
         ValueError: there is none, as in another job, or there are several.
     """
     found = [
-        group
-        for group in open_groups()
-        if isinstance(group, Communicator)
-        and group is not _world
-        and (group.recorder.name, list(group.world_ranks)) == (name, ranks)
+        comm
+        for comm in open_communicators()
+        if comm is not _world and _name_and_ranks(comm) == (name, ranks)
     ]
     if len(found) != 1:
         raise ValueError(
@@ -190,7 +192,7 @@ def shutdown() -> None:
     global _world
     if _world is not None:
         world, _world = _world, None
-        timeline_control.stop(world)
+        timeline_control.stop(group_of(world))
         world.close()
 
 
@@ -252,7 +254,7 @@ def start_timeline(directory: str | os.PathLike[str]) -> None:
 
     Cost: of a call 7 to 30 us, and 400 to 1,100 bytes (`docs/timeline.md`).
     """
-    timeline_control.start(_current(), os.fspath(directory))
+    timeline_control.start(group_of(_current()), os.fspath(directory))
 
 
 def stop_timeline() -> None:
@@ -261,14 +263,17 @@ def stop_timeline() -> None:
     *Collective*: all ranks of the world; harmless where there is none. Also done by `shutdown`. A
     program that ends without has complete files, whose nodes' clocks are compared less well.
     """
-    timeline_control.stop(_current())
+    timeline_control.stop(group_of(_current()))
 
 
 def _on_world(method: Callable[Concatenate[Communicator, P], R]) -> Callable[P, R]:
-    def function(*args: P.args, **kwargs: P.kwargs) -> R:
-        return method(_current(), *args, **kwargs)
+    name = method.__name__
 
-    function.__name__ = function.__qualname__ = method.__name__
+    def function(*args: P.args, **kwargs: P.kwargs) -> R:
+        bound: Callable[P, R] = getattr(_current(), name)
+        return bound(*args, **kwargs)
+
+    function.__name__ = function.__qualname__ = name
     function.__doc__ = method.__doc__
     # For help(), editors and notebooks: the method's, without `self`.
     signature = inspect.signature(method)
@@ -277,15 +282,17 @@ def _on_world(method: Callable[Concatenate[Communicator, P], R]) -> Callable[P, 
     return function
 
 
-@functools.wraps(Communicator.shrink)
-def _shrink(world: Communicator, *, timeout: float | None = None) -> Communicator:
+_shrink = _on_world(Communicator.shrink)
+
+
+@functools.wraps(_shrink)
+def shrink(*, timeout: float | None = None) -> Communicator:  # noqa: D103  (the method's)
     global _world, _members
-    _world = world.shrink(timeout=timeout)
-    _members = list(_world.world_ranks)
+    _world = _shrink(timeout=timeout)
+    _members = list(group_of(_world).world_ranks)
     return _world
 
 
-shrink = _on_world(_shrink)
 allreduce = _on_world(Communicator.allreduce)
 reduce = _on_world(Communicator.reduce)
 scatter = _on_world(Communicator.scatter)

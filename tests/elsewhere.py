@@ -7,6 +7,7 @@ import threading
 from contextlib import contextmanager
 
 import inprocess
+from collectives.calls.group import Group
 from collectives.communicator import Communicator
 from collectives.core.settings import Settings
 from strategies.queues.engine import Dequeue
@@ -32,9 +33,8 @@ def two_tasks(timeout=60.0):
     services = Services([None, None])
 
     def open_(rank):
-        comm = Communicator(
-            inprocess.ThreadTransport(group, rank), [0, 0], Settings(timeout=20, shared_memory=None)
-        )
+        transport = inprocess.ThreadTransport(group, rank)
+        comm = Communicator(Group(transport, [0, 0], Settings(timeout=20, shared_memory=None)))
         tapped = Tapped(comm)
         services[rank] = Service(tapped, timeout=timeout)
         services.channels[rank] = tapped.channel

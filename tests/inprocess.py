@@ -16,6 +16,7 @@ import numpy as np
 import fakecupy
 from collectives.arrays.device import DeviceBuffer
 from collectives.arrays.host_arrays import raw_bytes
+from collectives.calls.group import Group
 from collectives.communicator import Communicator
 from collectives.core.errors import MismatchError
 from collectives.core.settings import Settings
@@ -257,11 +258,9 @@ def run_ranks(size, function, mode="eager", *, timeout=20.0, leaders=None, setti
 
     def body(rank):
         try:
-            comm = Communicator(
-                ThreadTransport(group, rank),
-                leaders or [0] * size,
-                settings or Settings(timeout=timeout),
-            )
+            transport = ThreadTransport(group, rank)
+            configuration = settings or Settings(timeout=timeout)
+            comm = Communicator(Group(transport, leaders or [0] * size, configuration))
             results[rank] = function(comm)
             comm.close()
         except BaseException as error:

@@ -5,6 +5,8 @@ from __future__ import annotations
 import threading
 from contextlib import contextmanager
 
+from collectives import extend
+
 __all__ = ["Channel", "Tapped", "silence"]
 
 LIMIT = 20.0
@@ -19,9 +21,19 @@ class Tapped:
     def __getattr__(self, name):
         return getattr(self.comm, name)
 
-    def open_channel(self):
-        self.channel = Channel(self.comm.open_channel())
-        return self.channel
+
+_open_channel = extend.open_channel
+
+
+def open_channel(comm):
+    """Open a channel, and if the communicator is tapped, watch it."""
+    if not isinstance(comm, Tapped):
+        return _open_channel(comm)
+    comm.channel = Channel(_open_channel(comm.comm))
+    return comm.channel
+
+
+extend.open_channel = open_channel
 
 
 class Channel:

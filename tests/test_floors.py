@@ -8,6 +8,7 @@ from pathlib import Path
 
 import pytest
 
+from collectives.communicator import Communicator
 from launcher import ROOT
 
 # From the ground up: a room is a folder, or a file beside the folders. It imports from rooms of
@@ -24,7 +25,7 @@ FLOORS = {
         {"operations"},
         {"fusion"},
         {"communicator"},
-        {"world"},
+        {"extend", "world"},
         {"__init__", "tools"},
         {"__main__"},
     ],
@@ -46,7 +47,11 @@ FLOORS = {
 }
 
 # A public module, since whatever imports it loads numba.
-PUBLIC = {"collectives.kernels.compiling", "collectives.core.settings"}
+PUBLIC = {
+    "collectives.core.settings",
+    "collectives.extend",
+    "collectives.kernels.compiling",
+}
 
 MAY_IMPORT = {
     "greenlet": {"collectives.simulation.clock"},
@@ -140,6 +145,29 @@ def test_strategies_use_only_public_names_of_collectives():
         for module in imported(file, modules("collectives")):
             inside = module.startswith("collectives.") and module not in PUBLIC
             assert not inside, f"{name} imports {module}, expected `import collectives as cc`"
+
+
+# Variables and attributes of this name hold a communicator, wherever they stand in `strategies`.
+COMMUNICATORS = {"comm", "_comm"}
+
+
+def test_strategies_use_only_public_attributes_of_communicators():
+    public = {name for name in dir(Communicator) if not name.startswith("_")}
+    public |= {"rank", "size", "local_rank", "local_size", "node_rank", "num_nodes"}
+    seen = set()
+    for name, file in modules("strategies").items():
+        for node in ast.walk(ast.parse(file.read_text())):
+            if not isinstance(node, ast.Attribute) or not holds_communicator(node.value):
+                continue
+            seen.add(node.attr)
+            assert node.attr in public, f"{name}:{node.lineno}: {ast.unparse(node)} is internal"
+    assert len(seen & public) > 20
+
+
+def holds_communicator(node: ast.expr) -> bool:
+    if isinstance(node, ast.Attribute):
+        return node.attr in COMMUNICATORS
+    return isinstance(node, ast.Name) and node.id in COMMUNICATORS
 
 
 @pytest.mark.parametrize("library", MAY_IMPORT)

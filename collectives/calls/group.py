@@ -27,7 +27,7 @@ from collectives.tracing.timeline_events import CallListener, CallTracer, GroupI
 from collectives.transport import liveness
 from collectives.transport.transport import Deadline, Transport
 
-__all__ = ["Group", "open_groups", "attach_listeners_to_all"]
+__all__ = ["Group", "attach_listeners_to_all"]
 
 # UNISONO_CHECK=sample compares the first calls, where programs are wrong from the start, and then
 # every so many, where ranks drift apart. Counted per group, so that all ranks choose alike.
@@ -59,11 +59,6 @@ def attach_listeners_to_all() -> None:
     """Let all groups find out that there is a timeline, or none any more."""
     for group in list(_groups):
         group.attach_listeners()
-
-
-def open_groups() -> list[Group]:
-    """Return the groups of this process that can still be used."""
-    return [group for group in list(_groups) if group.unusable is None]
 
 
 class Group:
@@ -133,7 +128,7 @@ class Group:
         self.listener: CallListener | None = None
         self._tracer: CallTracer | None = None
         self._met = False  # whether the ranks of a node have tried to make an engine
-        self._kept: dict[Callable[..., Any], Any] = {}
+        self._state: dict[Callable[..., Any], Any] = {}
         _groups.add(self)
         self.attach_listeners()
 
@@ -175,14 +170,14 @@ class Group:
 
     def state_of(self, make: Callable[[Group], T]) -> T:
         """Return what an operation keeps between its calls, made when it is first asked for."""
-        if make not in self._kept:
-            self._kept.setdefault(make, make(self))  # by one of two threads
-        return cast(T, self._kept[make])
+        if make not in self._state:
+            self._state.setdefault(make, make(self))  # by one of two threads
+        return cast(T, self._state[make])
 
     def close_state_of(self, make: Callable[[Group], Any]) -> None:
         """Close the object that `state_of(make)` has made, if there is one."""
-        if make in self._kept:
-            self._kept[make].close()
+        if make in self._state:
+            self._state[make].close()
 
     def deadline(self, operation: str, timeout: float | None = None) -> Deadline:
         """Return a deadline that begins now; the timeout of the settings if None."""
@@ -220,7 +215,10 @@ class Group:
             )
 
     def close(self) -> None:
-        """Refuse later calls, and give back what the ranks share."""
+        """Refuse later calls, and release what the ranks share; *collective*."""
+        for state in list(self._state.values()):
+            if hasattr(state, "close"):
+                state.close()
         self.refuse_calls("it was closed")
         self._unregister()
         if self.node_engine is not None:
@@ -229,7 +227,7 @@ class Group:
         # These refer to the group. Without the cycles its memory is free at once, and serves the
         # next group: a program that makes many groups grew by 1 to 2 KiB for each.
         self.plans.clear()
-        self._kept.clear()
+        self._state.clear()
 
     def revoke(self, reason: str) -> None:
         """Refuse later calls for a reason, alone, and let the other ranks leave theirs.

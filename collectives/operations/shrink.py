@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import math
-from typing import TypeVar
 
 from collectives.arrays.reduction import MIN
 from collectives.calls.group import Group
@@ -17,42 +16,9 @@ from collectives.transport.transport import Deadline
 
 __all__ = ["agree", "shrink"]
 
-G = TypeVar("G", bound=Group)
 
-
-def shrink(group: G, *, timeout: float | None = None) -> G:
-    """Make a communicator of the ranks that live, in their order, and close this one.
-
-    *Collective* over the ranks that live: each calls it once it has got a `PeerFailure`, and those
-    that have not yet get theirs, since nobody can go on here. What was made of this communicator
-    (plans, buckets, groups, strategies, optimizers) is of no use any more and is made anew. Without
-    a death the result has the same ranks. After `collectives.shrink()` the result is the world: of
-    `init`, and of the package's functions.
-
-    The job has to be one that outlives its ranks: Open MPI >= 5 under `mpirun --with-ft ulfm`. A
-    death sets a limit for the end of the program; this lifts it: those that live wait for each
-    other there.
-
-    Args:
-        timeout: seconds within which all of them have to come; the setting's if None.
-
-    Returns:
-        A communicator, numbered from 0. Errors name its ranks by their numbers in the world, too.
-
-    Raises:
-        LaunchError: ranks of this job do not outlive each other; nothing has changed.
-        CollectiveTimeout: a rank that lives has not come; it is named.
-
-    Cost: some milliseconds, and the first call makes the node engine anew.
-
-    Example:
-        >>> import collectives as cc
-        >>> def sum_of_those_that_live(comm, x):
-        ...     try:
-        ...         return comm, comm.allreduce(x, op=cc.SUM)
-        ...     except cc.PeerFailure:
-        ...         return sum_of_those_that_live(comm.shrink(), x)
-    """
+def shrink(group: Group, *, timeout: float | None = None) -> Group:
+    """Make a group of the ranks that live, and release this one; as `Communicator.shrink`."""
     if not is_fault_tolerant():
         library = processes.library().partition(",")[0]
         raise LaunchError(
@@ -73,7 +39,7 @@ def shrink(group: G, *, timeout: float | None = None) -> G:
     _release(group)
     transport.world = [group.world_ranks[rank] for rank in members]
     leaders = [group.leaders[rank] for rank in members]
-    return type(group)(transport, leaders, group.settings, f"{group.recorder.name}.shrunk")
+    return Group(transport, leaders, group.settings, f"{group.recorder.name}.shrunk")
 
 
 def agree(group: Group, flag: bool, *, timeout: float | None = None) -> bool:

@@ -5,7 +5,6 @@ from __future__ import annotations
 import operator
 import zlib
 from collections.abc import Sequence
-from typing import TypeVar
 
 import numpy as np
 
@@ -17,28 +16,14 @@ from collectives.operations.broadcast import barrier
 from collectives.operations.gather_scatter import allgather
 from collectives.transport.transport import Deadline
 
-__all__ = ["background_group", "check_threads", "dup", "create_group", "split"]
-
-G = TypeVar("G", bound=Group)
+__all__ = ["background_group", "check_threads", "create_group", "dup", "split"]
 
 # MPI promises tags up to 32,767, and transports need a few.
 LARGEST_TAG = (1 << 14) - 1
 
 
-def split(group: G, color: int | None, key: int = 0) -> G | None:
-    """Make communicators of the ranks that name the same color.
-
-    Args:
-        color: an integer from 0 to 2^63 - 1, or None to belong to no group.
-        key: the order in the new group, an integer of 64 bits; ties by rank.
-
-    Returns:
-        The new group's communicator, None where color is None.
-
-    Raises:
-        TypeError: color or key is not an integer; MismatchError on the other ranks.
-        ValueError: color or key is out of range; MismatchError on the other ranks.
-    """
+def split(group: Group, color: int | None, key: int = 0) -> Group | None:
+    """Make groups of the ranks that name the same color; as `Communicator.split`."""
     with begin_call(group, "split") as call:
         wish = (-1 if color is None else operator.index(color), operator.index(key))
         if color is not None and color < 0:
@@ -65,31 +50,13 @@ def split(group: G, color: int | None, key: int = 0) -> G | None:
         part.world = [r if world is None else world[r] for r in members]
     leaders = [group.leaders[r] for r in members]
     name = f"{group.recorder.name}.{group.child_count}"
-    made = type(group)(part, leaders, group.settings, name)
+    made = Group(part, leaders, group.settings, name)
     made.register(group.registry, name)
     return made
 
 
-def create_group(whole: G, ranks: Sequence[int], *, tag: int | None = None) -> G | None:
-    """Make a communicator of some ranks, numbered in the order given.
-
-    *Collective*: all ranks of this communicator, also those that are not listed; with a `tag` only
-    those that are listed.
-
-    Args:
-        ranks: each at most once.
-        tag: an integer from 0 to 16,383, the same on all ranks of the new group, and another one
-            than that of any group that is made of this communicator at the same time.
-
-    Returns:
-        The new group's communicator, None on ranks that are not listed.
-
-    Raises:
-        ValueError: a rank does not exist, or is listed twice; there is no such tag, or this rank,
-            which gives one, is not listed.
-        MismatchError: listed ranks list others; on all that list the first of these.
-        CollectiveTimeout: some rank did not come in time.
-    """
+def create_group(whole: Group, ranks: Sequence[int], *, tag: int | None = None) -> Group | None:
+    """Make a group of some ranks, numbered in the order given; as `Communicator.group`."""
     if tag is not None:
         return _create_tagged_group(whole, ranks, operator.index(tag))
     with begin_call(whole, "group") as call:
@@ -110,7 +77,7 @@ def _checked_ranks(whole: Group, ranks: Sequence[int]) -> list[int]:
     return listed
 
 
-def _create_tagged_group(whole: G, ranks: Sequence[int], tag: int) -> G:
+def _create_tagged_group(whole: Group, ranks: Sequence[int], tag: int) -> Group:
     """Make a group that the other ranks know nothing of."""
     whole.check_usable("group")
     listed = _checked_ranks(whole, ranks)
@@ -129,7 +96,7 @@ def _create_tagged_group(whole: G, ranks: Sequence[int], tag: int) -> G:
         part.world = [r if world is None else world[r] for r in listed]
     leaders = [whole.leaders[r] for r in listed]
     name = f"{whole.recorder.name}.{'-'.join(map(str, listed[:4]))}.{tag}"
-    made = type(whole)(part, leaders, whole.settings, name)
+    made = Group(part, leaders, whole.settings, name)
     made.register(whole.registry, f"{name}, number {number}")
     return made
 
@@ -173,7 +140,7 @@ def _meet(whole: Group, listed: list[int], tag: int, deadline: Deadline) -> int:
     return int(answer[1])
 
 
-def background_group(group: G) -> G:
+def background_group(group: Group) -> Group:
     """Make the private group of the asynchronous operations; *collective*.
 
     Raises:
@@ -199,7 +166,7 @@ def check_threads(group: Group, operation: str) -> None:
         group.transport.check_threads(operation)
 
 
-def dup(group: G) -> G:
+def dup(group: Group) -> Group:
     """Make a group of the same ranks; *collective*."""
     duplicate = split(group, 0, group.rank)
     assert duplicate is not None

@@ -16,7 +16,7 @@ from typing import Literal, NamedTuple
 import numpy as np
 
 from collectives.arrays.reduction import SUM
-from collectives.communicator import Communicator
+from collectives.communicator import Communicator, group_of
 from collectives.core.errors import CollectiveError, some
 from collectives.tools import info
 from collectives.transport.mpi import MpiTransport
@@ -144,7 +144,8 @@ def node_engine(comm: Communicator, reports: Communicator, shared_memory: str | 
 
 def stores(comm: Communicator, reports: Communicator) -> CheckLine | None:
     """Say how ranks hand bytes over in shared memory, after `bandwidth`; None if none does."""
-    told = reports.allgather_object(comm.node_engine.stores if comm.node_engine else None)
+    engine = group_of(comm).node_engine
+    told = reports.allgather_object(engine.stores if engine else None)
     text = info.stores(told)
     return CheckLine("stores", "ok", text) if text else None
 

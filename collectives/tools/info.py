@@ -13,7 +13,7 @@ from typing import Any
 import numpy as np
 
 from collectives.calls import shared_settings
-from collectives.communicator import Communicator
+from collectives.communicator import Communicator, group_of
 from collectives.core import links
 from collectives.core.settings import Settings
 from collectives.core.version import __version__
@@ -117,7 +117,7 @@ def _chosen_stores(comm: Communicator) -> list[tuple[str, int] | None]:
     x = np.ones(1 << 18, np.float32)
     for _ in range(3):
         comm.allreduce(x)
-    engine = comm.node_engine
+    engine = group_of(comm).node_engine
     return comm.allgather_object(engine.stores if engine else None)
 
 

@@ -32,7 +32,7 @@ from collectives.algorithms import eager, recursive_doubling, ring, selection, t
 from collectives.arrays import reduction
 from collectives.arrays.host_arrays import address
 from collectives.arrays.reduction import MAX
-from collectives.communicator import Communicator
+from collectives.communicator import Communicator, group_of
 from collectives.core import topology
 from collectives.core.links import LinkCost
 from collectives.node import kernel_selection
@@ -70,7 +70,8 @@ class MeasuringClock:
 
     def __init__(self, comm: Communicator) -> None:
         self.comm = comm
-        self.transport = comm.transport
+        self.group = group_of(comm)
+        self.transport = self.group.transport
         self.noise: list[float] = []  # median over first quartile of every case so far
 
     def times(self, cases: Mapping[str, Case], seconds: float) -> dict[str, float]:
@@ -107,7 +108,7 @@ class MeasuringClock:
 
     def _time(self, case: Case, batch: int) -> float:
         """Return the seconds of a step, the same on all ranks: those of the slowest."""
-        deadline = self.comm.deadline("tune")
+        deadline = self.group.deadline("tune")
         tree.barrier(self.transport, deadline)
         began = time.perf_counter()
         for _ in range(batch):
@@ -128,13 +129,13 @@ def measure(clock: MeasuringClock, seconds: float) -> dict[str, LinkCost]:
         Name of a link -> its numbers, the same on all ranks.
     """
     comm = clock.comm
-    levels = comm.levels_by_messages
+    levels = clock.group.levels_by_messages
     share = seconds / 6
     gamma = _gamma(clock, share)
     found = {}
     with_company = bool(comm.allreduce(comm.local_size > 1, op=MAX))
     if with_company:
-        found["node"] = _messages(clock, levels.node, comm.layout.per_node, share, gamma)
+        found["node"] = _messages(clock, levels.node, clock.group.layout.per_node, share, gamma)
         shared = _measure_shared(clock, share)
         if shared is not None:
             found["shared"] = shared
@@ -254,7 +255,7 @@ def _measure_shared(clock: MeasuringClock, seconds: float) -> LinkCost | None:
     assert node is not None
     with node:
         node.barrier()  # makes the engine
-        meets = node.node_engine is not None
+        meets = group_of(node).node_engine is not None
         if not comm.allreduce(meets, op=MAX):
             return None
         cases = {str(nbytes): _meeting(node if meets else None, nbytes) for nbytes in SIZES}
@@ -307,14 +308,14 @@ def algorithms(clock: MeasuringClock, operation: str, nbytes: int) -> dict[str, 
     Returns:
         Name -> case; "hierarchical" and "native" only where they make sense.
     """
-    comm, transport = clock.comm, clock.transport
+    transport = clock.transport
     cases = {}
     for name, way in selection.ALGORITHMS[operation].items():
-        if name == "hierarchical" and not comm.layout.is_hierarchical:
+        if name == "hierarchical" and not clock.group.layout.is_hierarchical:
             continue
         if name == "native" and not isinstance(transport, MpiTransport):
             continue
-        ranks = comm.levels if name == "hierarchical" else transport
+        ranks = clock.group.levels if name == "hierarchical" else transport
         # Roots at both ends in turns: from one alone, the next call would begin before the last
         # rank has got anything of this one.
         calls = [

@@ -109,8 +109,8 @@ def calls_from_here() -> AbstractContextManager[None]:
     block may be entered many times, by one thread at a time. It costs some microseconds.
 
     Example:
-        >>> import collectives as cc
-        >>> here = cc.calls_from_here()
+        >>> from collectives import extend
+        >>> here = extend.calls_from_here()
         >>> def work(comm):  # in a thread
         ...     with here:
         ...         comm.barrier()

@@ -18,6 +18,7 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
+from collectives import extend
 from strategies.averaging import consistency
 from strategies.averaging.accumulation import LocalGradient
 from strategies.averaging.consistency import Fingerprint
@@ -356,9 +357,4 @@ def _overlaps(comm: cc.Communicator, rule: AveragingOptions) -> bool:
         return rule.overlap
     if comm.num_nodes == 1:
         return False
-    try:
-        comm.transport.check_threads("overlap")
-        may = True
-    except cc.LaunchError:
-        may = False
-    return bool(comm.allreduce(may, op=cc.MIN))
+    return bool(comm.allreduce(extend.supports_threads(comm), op=cc.MIN))

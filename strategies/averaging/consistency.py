@@ -13,6 +13,7 @@ itself and -0.0 differs from 0.0.
 
 from __future__ import annotations
 
+import functools
 import math
 import numbers
 from collections.abc import Callable, Iterable, Iterator, Sequence
@@ -22,6 +23,7 @@ from typing import Any, Literal, NamedTuple
 import numpy as np
 
 import collectives as cc
+from collectives import extend
 from strategies.core import agreement, array_ops
 from strategies.core.pytree import extra_states, is_module, named_leaves, state_dict_of, value_of
 from strategies.optimizers.base import Optimizer
@@ -298,8 +300,9 @@ def _difference(comm: cc.Communicator, ranks: Sequence[Sequence[Fingerprint]]) -
     name, column = different[0], columns[different[0]]
     others = [rank for rank, words in enumerate(column) if words != column[0]]
     more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
+    named = functools.partial(extend.describe_ranks, comm)
     if _OF_SHAPE not in name:  # whose words can be read
-        own_words = f"{column[0]} on {comm.name(0)}"
-        return f"{name} is {own_words}, {column[others[0]]} on {comm.name(others[0])}{more}"
-    where = comm.name(*others[:_MOST_RANKS]) + (" ..." if others[_MOST_RANKS:] else "")
-    return f"{name} on {where} is not as on {comm.name(0)}{more}"
+        own_words = f"{column[0]} on {named(0)}"
+        return f"{name} is {own_words}, {column[others[0]]} on {named(others[0])}{more}"
+    where = named(*others[:_MOST_RANKS]) + (" ..." if others[_MOST_RANKS:] else "")
+    return f"{name} on {where} is not as on {named(0)}{more}"

@@ -9,6 +9,7 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
+from collectives import extend
 from strategies.averaging.accumulation import LocalGradient
 from strategies.averaging.options import AveragingOptions
 from strategies.averaging.settings import BITS
@@ -78,7 +79,7 @@ class StepHeader:
             raise cc.MismatchError(
                 "apply_gradients: ranks are not in the same step, expected the same number of "
                 f"steps everywhere, got {sums[_STEPS] / size + steps // _TURN * _TURN:g} on "
-                f"average and {steps} on {comm.name(comm.rank)}"
+                f"average and {steps} on {extend.describe_ranks(comm, comm.rank)}"
             )
         if sums[_WEIGHTED] not in (0, size):
             raise ValueError(

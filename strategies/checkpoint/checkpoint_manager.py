@@ -11,6 +11,7 @@ import numpy as np
 import numpy.typing as npt
 
 import collectives as cc
+from collectives import extend
 from strategies import errors
 from strategies.checkpoint import (
     checkpoint,
@@ -184,7 +185,7 @@ class CheckpointManager:
         gathered = comm.allgather_object((draft.step, draft.held()))
         difference = first_difference(comm, "save", [[f"step {step}"] for step, _ in gathered])
         if difference is not None:
-            raise comm.raised_by_all(cc.MismatchError(difference))
+            raise extend.collective_error(comm, cc.MismatchError(difference))
         share = write_plan.assign_writers([held for _, held in gathered])[comm.rank]
         number, given = crew.next(), checkpoint.slices_of_rank(draft, share)
         if self._background is not None:

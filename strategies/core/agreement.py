@@ -10,6 +10,7 @@ from typing import Any, NoReturn, TypeVar, cast
 import numpy as np
 
 import collectives as cc
+from collectives import extend
 from strategies.errors import OpError
 
 __all__ = ["compare", "first_difference", "raise_everywhere"]
@@ -40,10 +41,10 @@ def raise_everywhere(error: Exception | None, comm: cc.Communicator, what: str) 
     rank, kind, text = causes[0]
     if error is not None and comm.rank in [rank for rank, _, _ in causes]:
         if _report(error) == (kind, text):  # else it says more than that of the lowest rank
-            comm.raised_by_all(error, rank)
+            extend.collective_error(comm, error, rank)
         raise error
-    copy = kind(f"{text} ({what} of {comm.name(rank)} of {comm.size})")
-    raise comm.raised_by_all(copy, rank) from error
+    copy = kind(f"{text} ({what} of {extend.describe_ranks(comm, rank)} of {comm.size})")
+    raise extend.collective_error(comm, copy, rank) from error
 
 
 def _report(error: Exception) -> tuple[type[Exception], str]:
@@ -66,8 +67,8 @@ def first_difference(comm: cc.Communicator, what: str, told: Sequence[Sequence[A
         for here, there in itertools.zip_longest(first, facts, fillvalue="nothing"):
             if here != there:
                 return (
-                    f"{what}: ranks differ, {here} on {comm.name(0)}, {there} on "
-                    f"{comm.name(rank)} of {comm.size}"
+                    f"{what}: ranks differ, {here} on {extend.describe_ranks(comm, 0)}, {there} on "
+                    f"{extend.describe_ranks(comm, rank)} of {comm.size}"
                 )
     return None
 
@@ -112,5 +113,5 @@ def compare(
     if not (rows == rows[0]).all():
         text = explain(comm, what, comm.allgather_object(list(facts)))
         if text is not None:
-            raise comm.raised_by_all(cc.MismatchError(text))
+            raise extend.collective_error(comm, cc.MismatchError(text))
     return cast(T, prepared)

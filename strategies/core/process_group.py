@@ -9,6 +9,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 import collectives as cc
+from collectives import extend
 from strategies.core.agreement import raise_everywhere
 from strategies.core.communication_options import CommunicationOptions
 
@@ -19,7 +20,7 @@ T = TypeVar("T")
 
 def of_this_job() -> cc.Communicator | None:
     """Return the communicator of all processes of the job; None, without MPI, if there is one."""
-    return cc.init() if cc.is_initialized() or cc.launched_processes() > 1 else None
+    return cc.init() if cc.is_initialized() or extend.launched_processes() > 1 else None
 
 
 class ProcessGroup:
@@ -175,10 +176,12 @@ class ProcessGroup:
                 raise_everywhere(error, self.comm, operation)
             names = self.comm.allgather_object(name)
             listed = ", ".join(
-                f"{name!r} on {self.comm.name(rank)}" for rank, name in enumerate(names)
+                f"{name!r} on {extend.describe_ranks(self.comm, rank)}"
+                for rank, name in enumerate(names)
             )
-            raise self.comm.raised_by_all(
-                cc.MismatchError(f"{operation}: the ranks are not at the same point, got {listed}")
+            raise extend.collective_error(
+                self.comm,
+                cc.MismatchError(f"{operation}: the ranks are not at the same point, got {listed}"),
             )
         except Exception as raised:
             self._known.append(raised)

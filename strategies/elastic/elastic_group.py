@@ -19,6 +19,7 @@ from collections.abc import Callable, Sequence
 from typing import Any, TypeVar
 
 import collectives as cc
+from collectives import extend
 from strategies import errors
 from strategies.core.agreement import raise_everywhere
 from strategies.elastic import event_log, preemption
@@ -84,12 +85,13 @@ class ElasticGroup:
         state, comm = self._state, self.everyone
         state.for_others = comm.size > self._most
         if state.for_others and not cc.is_fault_tolerant():
-            raise comm.raised_by_all(
+            raise extend.collective_error(
+                comm,
                 cc.LaunchError(
                     f"run_elastic: spare ranks are of no use where a dead rank ends the job, "
                     f"expected Open MPI >= 5 started by `mpirun --with-ft ulfm`, or no more ranks "
                     f"than max_ranks, {self._most}, got {comm.size}"
-                )
+                ),
             )
         self._check(comm.size)
         if state.for_others or state.number < 0:
@@ -126,11 +128,12 @@ class ElasticGroup:
             preemption.accept_all()
         found = assign_roles(reports, comm.size if self.is_through else self._most)
         if found is None:
-            raise comm.raised_by_all(
+            raise extend.collective_error(
+                comm,
                 errors.UnavailableError(
                     f"run_elastic: no rank that lives has a commit, expected one to go on from, "
                     f"got {comm.size} without"
-                )
+                ),
             )
         if not self.is_through:
             self._check(len(found.ranks))
@@ -236,8 +239,9 @@ class ElasticGroup:
         try:
             return comm.agree(True, timeout=_FOLLOW_WITHIN)
         except cc.CollectiveTimeout:
+            here = extend.describe_ranks(comm, comm.rank)
             raise RuntimeError(
-                f"run_elastic: {comm.name(comm.rank)} has left by sys.exit({leaving.code!r}) while "
+                f"run_elastic: {here} has left by sys.exit({leaving.code!r}) while "
                 f"others train, expected all of them to leave"
             ) from leaving
 
@@ -254,18 +258,19 @@ class ElasticGroup:
 
     def _check(self, count: int) -> None:
         if count < self._fewest:
-            raise self.everyone.raised_by_all(
+            raise extend.collective_error(
+                self.everyone,
                 TooFewRanksError(
                     f"run_elastic: too few ranks live, expected at least {self._fewest}, got "
                     f"{count}"
-                )
+                ),
             )
 
     def _is_of_a_death(self, error: BaseException | None) -> bool:
         """Tell whether an error is that of a call that a dead rank was needed for."""
-        unusable = [self._state.comm.unusable or "", self.everyone.unusable or ""]
+        failures = [self._state.comm.failure or "", self.everyone.failure or ""]
         later = isinstance(error, cc.CollectiveError) and not isinstance(error, cc.MismatchError)
-        if later and any("PeerFailure" in why for why in unusable):
+        if later and any("PeerFailure" in why for why in failures):
             return True
         while error is not None:
             if isinstance(error, cc.PeerFailure):

@@ -10,6 +10,7 @@ from typing import Any
 import numpy as np
 
 import collectives as cc
+from collectives import extend
 from strategies import errors
 from strategies.checkpoint import serialization
 from strategies.checkpoint import state_protocols as kinds
@@ -179,8 +180,8 @@ class State:
         # Who is sure of a commit knows that all ranks had made their copies.
         newest = int(comm.allreduce(self.number, op=cc.MAX))
         if newest < 0:
-            raise comm.raised_by_all(
-                errors.FailedPreconditionError("resume: expected a commit before, got none")
+            raise extend.collective_error(
+                comm, errors.FailedPreconditionError("resume: expected a commit before, got none")
             )
         self.copies.rollback(newest)
         if places:

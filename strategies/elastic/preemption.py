@@ -24,6 +24,7 @@ from types import TracebackType
 from typing import Any
 
 import collectives as cc
+from collectives import extend
 from strategies.core.validation import number
 from strategies.elastic.surviving_ranks import retry_on_survivors
 
@@ -184,7 +185,7 @@ class _SignalThread:
     """The thread that tells other ranks, and hears from them."""
 
     def __init__(self, comm: cc.Communicator, preemption: Preemption) -> None:
-        self._channel = comm.open_channel()
+        self._channel = extend.open_channel(comm)
         self._others = [rank for rank in range(comm.size) if rank != comm.rank]
         self._preemption = preemption
         self._closing = False

@@ -46,7 +46,7 @@ def retry_on_survivors(
         except cc.CollectiveTimeout:
             raise
         except cc.CollectiveError:
-            if comm.unusable is None:
+            if comm.failure is None:
                 raise
         if comm.agree(done):
             return comm

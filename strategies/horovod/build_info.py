@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import collectives as cc
+from collectives import extend
 
 __all__ = [
     "ccl_built",
@@ -20,11 +21,7 @@ __all__ = [
 
 def mpi_threads_supported() -> bool:
     """Tell whether several threads may send messages."""
-    try:
-        cc.init().transport.check_threads("mpi_threads_supported")
-    except cc.LaunchError:
-        return False
-    return True
+    return extend.supports_threads(cc.init())
 
 
 def mpi_built() -> bool:

@@ -8,6 +8,7 @@ from collections.abc import Iterable, Sequence
 from typing import Any
 
 import collectives as cc
+from collectives import extend
 from strategies.core import agreement
 from strategies.horovod.controller.controller import Controller
 from strategies.horovod.process_sets import (
@@ -302,7 +303,7 @@ def cross_rank() -> int:
 
 def is_homogeneous() -> bool:
     """Tell whether every node has the same number of ranks."""
-    leaders = _current().comm.leaders
+    leaders = extend.node_leaders(_current().comm)
     return len({leaders.count(leader) for leader in leaders}) == 1
 
 
@@ -311,7 +312,7 @@ def _peers() -> list[int]:
     comm = _current().comm
     seen: dict[int, int] = {}
     places = []
-    for leader in comm.leaders:
+    for leader in extend.node_leaders(comm):
         places.append(seen.get(leader, 0))
         seen[leader] = places[-1] + 1
     return [rank for rank, place in enumerate(places) if place == comm.local_rank]

@@ -17,6 +17,7 @@ from typing import Any, TypeVar
 import numpy as np
 
 import collectives as cc
+from collectives import extend
 from strategies.core.agreement import first_difference
 from strategies.core.pytree import is_module
 from strategies.core.validation import integer
@@ -253,7 +254,7 @@ class ElasticSampler:
         gathered = comm.allgather_object((facts, sorted(self.processed_indices)))
         difference = first_difference(comm, "ElasticSampler", [facts for facts, _ in gathered])
         if difference is not None:
-            raise comm.raised_by_all(cc.MismatchError(difference))
+            raise extend.collective_error(comm, cc.MismatchError(difference))
         rows = sorted(set(itertools.chain.from_iterable(done for _, done in gathered)))
         return {"rows": self._rows, "epoch": self.epoch, "processed_indices": rows}
 

@@ -7,6 +7,7 @@ from collections.abc import Mapping
 import numpy.typing as npt
 
 import collectives as cc
+from collectives import extend
 from strategies.checkpoint.boxes import Box, Slice
 from strategies.cluster.cluster import Cluster
 from strategies.core.process_group import ProcessGroup
@@ -51,12 +52,15 @@ class ShardedCheckpoint:
         gathered = self._comm.allgather_object(updates if is_synchronous else None)
         by_rank = [(rank, count) for rank, count in enumerate(gathered) if count is not None]
         if len({count for _, count in by_rank}) > 1:
-            counts = ", ".join(f"{count} on {self._comm.name(rank)}" for rank, count in by_rank)
-            raise self._comm.raised_by_all(
+            counts = ", ".join(
+                f"{count} on {extend.describe_ranks(self._comm, rank)}" for rank, count in by_rank
+            )
+            raise extend.collective_error(
+                self._comm,
                 cc.MismatchError(
                     f"state_slices: ps tasks are in different steps, expected no training "
                     f"meanwhile, got updates {counts}"
-                )
+                ),
             )
         return slices
 

@@ -11,6 +11,7 @@ from typing import Any, Literal
 import numpy as np
 
 import collectives as cc
+from collectives import extend
 from strategies.core import array_ops
 from strategies.core.agreement import compare
 from strategies.core.process_group import ProcessGroup
@@ -185,7 +186,7 @@ def _order_difference(
         if of_rank != fingerprints[0]:
             first, second = (
                 f"checksums {' '.join(checksum for checksum, _ in found) or 'of no batch'} on "
-                f"{comm.name(number)}"
+                f"{extend.describe_ranks(comm, number)}"
                 for number, found in ((0, fingerprints[0]), (rank, of_rank))
             )
             return (

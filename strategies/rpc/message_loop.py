@@ -16,6 +16,7 @@ from collections.abc import Callable, Collection, Mapping
 from typing import Any
 
 import collectives as cc
+from collectives import extend
 from strategies.errors import DeadlineExceededError, InternalError, UnavailableError
 from strategies.rpc import message as protocol
 from strategies.rpc.client import PendingRequests
@@ -56,7 +57,7 @@ class MessageLoop:
         self.task = comm.rank
         self.size = comm.size
         self._process = os.getpid()
-        self._channel = comm.open_channel()
+        self._channel = extend.open_channel(comm)
         self.requests = PendingRequests(self._send, comm.size, timeout)
         self._incoming = OpenRequests(self._send)
         self._perform = perform

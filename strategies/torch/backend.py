@@ -28,6 +28,7 @@ import torch
 from torch import distributed
 
 import collectives as cc
+from collectives import extend
 from strategies.torch import operations, p2p
 from strategies.torch.ddp_buckets import DdpBuckets, is_ddp_bucket, starts_rebuild
 from strategies.torch.operations import reduction
@@ -120,11 +121,8 @@ class UnisonoGroup(distributed.ProcessGroup):
         self._line = WorkQueue()
         self._buckets = DdpBuckets(comm) if comm.size > 1 and comm.num_nodes == 1 else None
         self._name = self._description = ""
-        try:
-            comm.transport.check_threads("asynchronous operation")
-            self._threads = comm.size > 1
-        except cc.LaunchError:  # all is carried out as it is called
-            self._threads = False
+        # Without threads all is carried out as it is called.
+        self._threads = comm.size > 1 and extend.supports_threads(comm)
 
     def setGroupName(self, name: str) -> None:
         """Keep the name that torch.distributed gives."""
@@ -347,7 +345,7 @@ class UnisonoGroup(distributed.ProcessGroup):
         """Start sending or receiving a tensor, unless the group has ended, also by an error."""
         begin: Any = p2p.send if operation == "send" else p2p.receive
         try:
-            self.comm.check_usable(operation)
+            extend.check_usable(self.comm, operation)
             message: p2p.MessageWork = begin(self.comm, tensor, peer, tag, self._limit)
         except Exception as error:
             raise translated(error) from error.__cause__

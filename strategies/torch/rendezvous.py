@@ -19,6 +19,7 @@ from torch import distributed
 from torch.distributed.constants import default_pg_timeout
 
 import collectives as cc
+from collectives import extend
 from strategies.torch.work import translated
 
 __all__ = ["addresses", "timeout_seconds", "rendezvous"]
@@ -147,8 +148,9 @@ def _store(comm: cc.Communicator, timeout: timedelta) -> distributed.Store:
     errors = comm.allgather_object(error, timeout=limit)
     wrong = [rank for rank, text in enumerate(errors) if text is not None]
     if wrong or store is None:
+        where = extend.describe_ranks(comm, *wrong)
         raise cc.LaunchError(
-            f"init_process_group: {comm.name(*wrong)} cannot reach the store of rank 0: "
+            f"init_process_group: {where} cannot reach the store of rank 0: "
             f"{errors[wrong[0]]}; MASTER_ADDR on rank 0 may name an address that all can reach"
         )
     return store

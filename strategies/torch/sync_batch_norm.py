@@ -20,6 +20,7 @@ import torch
 from torch.nn.modules.batchnorm import _BatchNorm
 
 import collectives as cc
+from collectives import extend
 
 __all__ = ["SyncBatchNorm"]
 
@@ -108,8 +109,8 @@ class SyncBatchNorm(_BatchNorm):
         comm = self._ranks()
         count, mean, squares = _join(input.detach(), comm)
         if count == 1:
-            raise comm.raised_by_all(
-                ValueError("SyncBatchNorm: expected more than 1 number per channel, got 1")
+            raise extend.collective_error(
+                comm, ValueError("SyncBatchNorm: expected more than 1 number per channel, got 1")
             )
         if self.training and running and count:
             self._follow(mean, squares / (count - 1))

@@ -26,7 +26,7 @@ from typing import Any
 
 from torch import distributed
 
-import collectives as cc
+from collectives import extend
 from strategies.torch.work import translated
 
 __all__ = ["WorkQueue", "QueuedOperation"]
@@ -48,7 +48,7 @@ class QueuedOperation:
     def __init__(self, line: WorkQueue, run: Callable[[], Any]) -> None:
         self._line = line
         self._run: Callable[[], Any] | None = run
-        self._called_here = cc.calls_from_here()  # whichever thread carries it out
+        self._called_here = extend.calls_from_here()  # whichever thread carries it out
         self._over = threading.Event()
         self._callbacks: list[Callable[[], Any]] = []
         self._lock = threading.Lock()

@@ -29,7 +29,7 @@ def allreduce(comm, scheme, x, op=cc.SUM, name=None):
     divisor = comm.size if op is cc.MEAN else 1
     deadline = Deadline("allreduce", 20.0)
     compressed.allreduce(
-        comm.transport, result, op, deadline, codec=codec, contribution=x, divisor=divisor
+        comm._group.transport, result, op, deadline, codec=codec, contribution=x, divisor=divisor
     )
     return result
 
@@ -38,7 +38,7 @@ def allreduce_packed(comm, x, op=cc.SUM):
     buffer = x.copy()
     divisor = comm.size if op is cc.MEAN else 1
     compressed.allreduce_packed(
-        comm.transport, buffer, op, Deadline("allreduce", 20.0), divisor=divisor
+        comm._group.transport, buffer, op, Deadline("allreduce", 20.0), divisor=divisor
     )
     return buffer
 
@@ -217,7 +217,7 @@ def test_a_buffer_that_is_prepared_is_reduced_in_place(world):
         reduction.prescale(buffer, cc.MEAN, comm.size)
         codec = FP16.codec(buffer.dtype, cc.MEAN, network=False)
         deadline = Deadline("allreduce", 20.0)
-        compressed.allreduce(comm.transport, buffer, cc.MEAN, deadline, codec=codec)
+        compressed.allreduce(comm._group.transport, buffer, cc.MEAN, deadline, codec=codec)
         np.testing.assert_array_equal(buffer, allreduce(comm, FP16, arrays[comm.rank], cc.MEAN))
 
     world.run(check)

@@ -281,7 +281,7 @@ def test_a_long_wait_is_reported_in_the_log(world, caplog):
     def check(comm):
         pair = comm.split(0 if comm.rank < 2 else None)
         if comm.rank == 0 and comm.size > 1:
-            pair.settings = Settings(stall_warning=0.1)
+            pair._group.settings = Settings(stall_warning=0.1)
             with pytest.raises(cc.CollectiveTimeout):
                 pair.barrier(timeout=0.3)
             warnings = [r.getMessage() for r in caplog.records if "has waited" in r.getMessage()]

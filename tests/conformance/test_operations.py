@@ -419,7 +419,7 @@ def test_small_operations_where_the_functions_of_mpi_are_hidden(world, monkeypat
     monkeypatch.setattr(mpi, "ctypes", hidden)
 
     def check(comm):
-        assert comm.transport.native_mpi is None
+        assert comm._group.transport.native_mpi is None
         for _ in range(2):
             for op in OPS:
                 arrays = everyones(comm, (7,), np.dtype(np.float32))

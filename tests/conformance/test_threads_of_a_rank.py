@@ -30,7 +30,7 @@ SECOND = {
 
 def until_in_a_call(comm):
     limit = time.monotonic() + LIMIT
-    while comm.gate is None:
+    while comm._group.gate is None:
         assert time.monotonic() < limit
         time.sleep(0.001)
 

@@ -14,6 +14,7 @@ FORKED = """
     import os, sys
     import numpy as np
     import collectives as cc
+    from collectives import extend
 
     comm = cc.init()
     x = np.ones(3)
@@ -25,7 +26,7 @@ FORKED = """
         comm.send(x, 1)
     else:
         comm.recv(0)
-    channel = comm.open_channel()
+    channel = extend.open_channel(comm)
     calls = {
         "repeated": lambda: comm.allreduce(x),
         "planned": plan,

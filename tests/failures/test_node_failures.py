@@ -34,7 +34,7 @@ try:
 except cc.CollectiveError as error:
     print(f"rank {comm.rank} then {error}", flush=True)
 if kind == "stop" and comm.rank == 0:
-    comm.transport.mpi.Abort(3)  # the stopped rank would never end
+    comm._group.transport.mpi.Abort(3)  # the stopped rank would never end
 """
 
 

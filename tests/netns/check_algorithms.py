@@ -25,11 +25,11 @@ from collectives.core import topology
 from collectives.transport.transport import Deadline
 
 comm = cc.init()
-transport = comm.transport
+transport = comm._group.transport
 leaders = comm.allgather(comm.node_rank).tolist()
 levels = hierarchical.levels(transport, leaders)
-in_memory = comm.levels  # the same where ranks of a machine meet in shared memory
-assert (comm.node_engine is None) == (comm.local_size == 1)
+in_memory = comm._group.levels  # the same where ranks of a machine meet in shared memory
+assert (comm._group.node_engine is None) == (comm.local_size == 1)
 SIZE = comm.size
 
 

@@ -190,7 +190,7 @@ def await_file(name):
         time.sleep(0.01)
 
 comm.barrier()
-start_send = comm.transport._start_send
+start_send = comm._group.transport._start_send
 messages = 0
 
 def pull_the_cable_after_some_messages(data, dest):
@@ -202,7 +202,7 @@ def pull_the_cable_after_some_messages(data, dest):
     return start_send(data, dest)
 
 if comm.rank == 1:
-    comm.transport._start_send = pull_the_cable_after_some_messages
+    comm._group.transport._start_send = pull_the_cable_after_some_messages
 try:
     comm.allreduce(np.ones(1 << 24, np.float32), op=cc.SUM, algorithm="ring", timeout=3)
     text = "no error"

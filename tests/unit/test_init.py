@@ -9,6 +9,7 @@ from launcher import mpirun
 PROGRAM = """
 from mpi4py import MPI
 import collectives as cc
+from collectives import extend
 
 world = MPI.COMM_WORLD
 process = world.Get_rank()
@@ -26,7 +27,7 @@ else:
     comm = cc.init([2, 0])
     assert cc.init() is comm and cc.init([2, 0]) is comm
     assert cc.allgather([process]).tolist() == [2, 0]
-    assert comm.name(0) == "rank 0 (world rank 2)"
+    assert extend.describe_ranks(comm, 0) == "rank 0 (world rank 2)"
     told([0, 2])
     cc.shutdown()
     part = world.Create_group(world.Get_group().Incl([0, 2]))

@@ -32,6 +32,7 @@ from typing import Any, cast
 import numpy as np
 
 import collectives as cc
+from collectives import extend
 from strategies.horovod.controller.background_thread import BackgroundThread, CycleTime
 from strategies.horovod.controller.execution import PendingRequest, Response, execute
 from strategies.horovod.controller.names import NamesInUse
@@ -162,12 +163,7 @@ class Controller:
 
     def _may_use_threads(self) -> bool:
         """Whether a thread may take part in rounds; if not, waiting does."""
-        if self._comm.uses_messages:
-            try:
-                self._comm.transport.check_threads("named calls")
-            except cc.LaunchError:
-                return False
-        return True
+        return extend.supports_threads(self._comm) or not extend.uses_messages(self._comm)
 
     def _check_usable(self, pending: PendingRequest) -> None:
         if self._broken is not None:
@@ -278,7 +274,7 @@ class Controller:
                 log.warning(
                     "[%d/%d] %s has waited for %.0f s; not called by %s",
                     self._comm.rank, self._comm.size, label(key, held.description), age,
-                    self._comm.name(*self._known.missing(key)),
+                    extend.describe_ranks(self._comm, *self._known.missing(key)),
                 )  # fmt: skip
         return news
 
@@ -312,7 +308,7 @@ class Controller:
             self._owed[key] = str(error)
         own = self._held.pop(key, None)
         if own is not None:
-            own.fail(self._comm.raised_by_all(error, min(told)))
+            own.fail(extend.collective_error(self._comm, error, min(told)))
         return None
 
     def _number(self, entry: CacheEntry) -> None:

@@ -7,10 +7,12 @@ same end of every call: it is carried out, it fails on all of them, or it is wai
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Sequence
 from typing import NamedTuple
 
 import collectives as cc
+from collectives import extend
 from strategies.horovod.controller.execution import WITHOUT_JOINED
 from strategies.horovod.controller.request_signature import (
     RequestKey,
@@ -103,7 +105,7 @@ class NegotiationState:
             late: it has waited for too long.
         """
         told, missing = self.told[key], self.missing(key)
-        name = self._comm.name
+        name = functools.partial(extend.describe_ranks, self._comm)
         first = told[min(told)]
         here = label(key, first)
         gone = [rank for rank in missing if rank in self.leaving]

@@ -41,7 +41,7 @@ def deadline():
 
 def on_ranks(size, function, mode="synchronous"):
     """Call `function(transport)` on every rank; returns the results in rank order."""
-    return inprocess.run_ranks(size, lambda comm: function(comm.transport), mode)
+    return inprocess.run_ranks(size, lambda comm: function(comm._group.transport), mode)
 
 
 def prepared(rank, count, op, size, dtype=np.float32):

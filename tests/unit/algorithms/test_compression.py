@@ -130,7 +130,7 @@ def test_in_every_step_each_rank_sends_to_one_and_receives_from_one(size):
 
 def run(size, function, mode="synchronous"):
     """Call `function(transport)` on ranks that are threads."""
-    return inprocess.run_ranks(size, lambda comm: function(comm.transport), mode)
+    return inprocess.run_ranks(size, lambda comm: function(comm._group.transport), mode)
 
 
 def deadline():

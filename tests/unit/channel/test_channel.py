@@ -16,6 +16,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 import inprocess
+from collectives import extend
 from collectives.channel import buffer_pool, channel
 from collectives.channel.doorbell import Doorbell
 from collectives.channel.frames import decode, encode
@@ -179,7 +180,7 @@ def test_long_buffers_are_used_again_when_nobody_holds_them(uncounted, monkeypat
     monkeypatch.setattr(buffer_pool, "sys", SimpleNamespace(getrefcount=count))
 
     def run(comm):
-        chan = comm.open_channel()
+        chan = extend.open_channel(comm)
         if comm.rank == 0:
             for number in range(4):
                 chan.send(1, [np.full(1_000_000, number, np.uint8)])
@@ -223,7 +224,7 @@ def test_a_waiting_rank_is_woken_at_once_and_sleeps_otherwise(monkeypatch):
     clock, wait = Clock(monkeypatch), Doorbell.wait
 
     def run(comm):
-        chan = comm.open_channel()
+        chan = extend.open_channel(comm)
         comm.barrier()
         if comm.rank == 0:
             clock.ahead += 100  # nothing has moved for long
@@ -260,7 +261,7 @@ def test_a_message_that_has_not_left_keeps_its_sender_awake(monkeypatch):
     monkeypatch.setattr(Doorbell, "ring", noted)
 
     def run(comm):
-        chan = comm.open_channel()
+        chan = extend.open_channel(comm)
         comm.barrier()
         if comm.rank == 0:
             chan.send(1, [b"taken only when the other side looks"])
@@ -282,7 +283,7 @@ def test_who_cannot_be_woken_looks_by_itself(monkeypatch):
     monkeypatch.setattr(Doorbell, "wait", lambda bell, s: naps.append(s) or wait(bell, s))
 
     def run(comm):
-        chan = comm.open_channel()
+        chan = extend.open_channel(comm)
         comm.barrier()
         clock.ahead += 100
         chan.wait(1)
@@ -310,7 +311,7 @@ def test_naps_grow_with_the_time_that_nothing_has_moved(monkeypatch):
 
 def test_each_sender_has_its_turn():
     def run(comm):
-        chan = comm.open_channel()
+        chan = extend.open_channel(comm)
         if comm.rank:
             for _ in range(3):
                 chan.send(0, [b"x"])
@@ -337,7 +338,7 @@ def test_a_message_that_its_sender_did_not_live_to_finish_is_dropped(monkeypatch
     monkeypatch.setattr(inprocess.ThreadMailbox, "receive", receive_long)
 
     def run(comm):
-        chan = comm.open_channel()
+        chan = extend.open_channel(comm)
         if comm.rank == 1:
             chan.send(0, [b"begun", frame(100_000)])
             chan.send(0, [b"behind"])
@@ -355,7 +356,7 @@ def test_a_message_that_its_sender_did_not_live_to_finish_is_dropped(monkeypatch
 
 def test_a_closed_channel_sends_nothing():
     def run(comm):
-        chan = comm.open_channel()
+        chan = extend.open_channel(comm)
         comm.barrier()
         chan.close(all_together=True)
         chan.close(all_together=True)

@@ -36,7 +36,9 @@ def mismatch(calls):
 
     def disagree(comm):
         with pytest.raises(cc.MismatchError) as caught:
-            signature.raise_mismatch(comm.transport, calls[comm.rank], Deadline("compare", LIMIT))
+            signature.raise_mismatch(
+                comm._group.transport, calls[comm.rank], Deadline("compare", LIMIT)
+            )
         texts[comm.rank] = str(caught.value)
 
     inprocess.run_ranks(len(calls), disagree, settings=Settings(shared_memory=None))
@@ -119,8 +121,8 @@ def sent_messages(check, calls, call, size=2):
     def count(comm):
         comm.barrier()
         sent = []
-        start = comm.transport.start_send
-        comm.transport.start_send = lambda *a: (sent.append(a), start(*a))[1]
+        start = comm._group.transport.start_send
+        comm._group.transport.start_send = lambda *a: (sent.append(a), start(*a))[1]
         for _ in range(calls):
             call(comm)
         return len(sent)
@@ -201,7 +203,7 @@ def test_many_ranks_bring_their_rows_after_the_comparison(monkeypatch):
 def test_all_ranks_compare_as_much_as_the_strictest(caplog, levels):
     def ask(comm):
         own = Settings(timeout=10, check=levels[comm.rank])
-        return negotiate(own, comm.transport).check
+        return negotiate(own, comm._group.transport).check
 
     strictest = max(levels, key=["off", "sample", "always"].index)
     assert inprocess.run_ranks(3, ask) == [strictest] * 3
@@ -239,7 +241,7 @@ def test_settings_that_must_be_equal_are_compared(field, values, leaders, expect
     def ask(comm):
         own = replace(Settings(timeout=10), **{field: values[comm.rank]})
         try:
-            return getattr(negotiate(own, comm.transport, leaders), field)
+            return getattr(negotiate(own, comm._group.transport, leaders), field)
         except cc.LaunchError as error:
             return str(error)
 

@@ -16,7 +16,7 @@ def answers(wishes, monkeypatch, says=False):
 
     def ask(comm):
         wish = Settings(timeout=10, cuda_aware=wishes[comm.rank])
-        return shared_settings.negotiate(wish, comm.transport).cuda_aware
+        return shared_settings.negotiate(wish, comm._group.transport).cuda_aware
 
     return inprocess.run_ranks(len(wishes), ask)
 

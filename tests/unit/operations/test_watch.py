@@ -235,7 +235,9 @@ def test_a_timeline_may_begin_and_end_between_calls(tmp_path):
 @pytest.mark.parametrize("leaders", [[0, 0, 0], [0, 1, 0], TWO_NODES, [7]])
 def test_clocks_of_one_machine_are_alike(leaders):
     def compare(comm):
-        return compare_clocks(comm.transport, comm.leaders, comm.deadline("a test"))
+        return compare_clocks(
+            comm._group.transport, comm._group.leaders, comm._group.deadline("a test")
+        )
 
     found = inprocess.run_ranks(len(leaders), compare, leaders=leaders)
     assert len({clock.job for clock in found}) == 1

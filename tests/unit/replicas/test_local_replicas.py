@@ -11,6 +11,7 @@ import pytest
 import collectives as cc
 import inprocess
 import strategies
+from collectives import extend
 from requirements import installed
 from strategies.errors import InvalidArgumentError, NotFoundError
 
@@ -319,9 +320,9 @@ def test_mirrored_replicas_are_on_one_node():
 def test_how_many_processes_a_launcher_started(monkeypatch):
     for variable in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"):
         monkeypatch.delenv(variable, raising=False)
-    assert cc.launched_processes() == 1
+    assert extend.launched_processes() == 1
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
-    assert cc.launched_processes() == 3
+    assert extend.launched_processes() == 3
 
 
 def test_gradients_of_a_few_rows_are_averaged_over_replicas():
