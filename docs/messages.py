@@ -29,7 +29,8 @@ DEEPEST = 7  # helpers of helpers
 FEWEST_LETTERS = 4  # of a text that says something
 # Before and after that: the operation, and what is counted or named in parentheses.
 _CORE = re.compile(r"^(?:[\w. ]+|\.\.\. \([^)]*\)): |(?:\s*\([^()]*\))+$")
-
+# What `strategies.rpc.client` makes of the error of another task.
+_REMOTE = re.compile(r"[\w. ]+: (.+) \(object: [^()]*\)")
 
 _INTRO = """\
 Every text that an error of ours may have, by the file that makes it. `...` is filled in when it
@@ -82,8 +83,14 @@ def _tidy(texts: list[str]) -> list[str]:
 
 
 def listed(root: Path, text: str) -> bool:
-    """Tell whether a text that somebody got is on the page."""
-    return any(pattern.fullmatch(" ".join(text.split())) for pattern in _patterns(root))
+    """Tell whether the text of an error is on the page.
+
+    A client of another task puts its operation before what the task reports, and the object after.
+    """
+    whole = " ".join(text.split())
+    reported = _REMOTE.fullmatch(whole)
+    texts = [whole, reported[1]] if reported else [whole]
+    return any(pattern.fullmatch(text) for pattern in _patterns(root) for text in texts)
 
 
 @functools.cache

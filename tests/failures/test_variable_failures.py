@@ -195,17 +195,23 @@ def test_who_sets_a_value_is_killed_before_it_does(tmp_path):
         3,
         """
         service = strategies.rpc.Service(comm)
-        v = open_variable(None)
+        v, asked = open_variable(None), open_variable(np.zeros(2), "asked", task=1)
         comm.barrier()
         if comm.rank == 2:
             die()
         error, _ = failure(lambda: v.read(timeout=0.5))
         assert error.startswith("DeadlineExceededError: read: not "), error
         assert error.endswith("; no initial value yet of v"), error
-        if comm.rank == 1:
+        if comm.rank == 0:
+            asked.apply_gradients(np.zeros(2))
+        else:
+            until(lambda: asked.read().version == 1)  # rank 0 has not found a value either
             open_variable(np.ones(2))
         say(v.read(timeout=20).value.tolist())
-        time.sleep(0.5)
+        if comm.rank == 1:
+            v.apply_gradients(np.zeros(2))
+        else:
+            until(lambda: v.read().version == 1)  # rank 1 has read it: task 0 may leave
         service.close()
         leave()
         """,
