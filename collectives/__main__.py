@@ -1,4 +1,4 @@
-"""`python -m collectives COMMAND`: look at, check, measure, tune and predict the collectives."""
+"""Command line of `collectives`, such as `python -m collectives check`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The object that users hold: operations on arrays among the ranks of one group."""
+"""`Communicator`: the user's handle of a group, with all operations as methods."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What libraries that are built on this package need, and programs do not.
+"""Functions for libraries built on `collectives`; programs do not need them.
 
 `strategies` is such a library. The functions take a communicator, and show of it what errors,
 services and wrappers of other frameworks have to know.

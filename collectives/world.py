@@ -1,4 +1,4 @@
-"""The world communicator, and its operations as functions of the package."""
+"""World communicator, and its operations as functions of the package."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Keep the replicas of a model in step, and feed them.
+"""Distribution strategies: keep the replicas of a model in step, and feed them.
 
 Example:
     >>> import strategies

@@ -1,4 +1,4 @@
-"""`python -m strategies`: look at checkpoints (`checkpoint`), try the library (`demo`).
+"""Command line of `strategies`: checkpoint, demo and submit.
 
 `python -m strategies submit PROGRAM ... -- ARGUMENTS` submits a batch script to Slurm.
 """

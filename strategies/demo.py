@@ -1,4 +1,4 @@
-"""`python -m strategies demo`: a model learns the digits on two ranks, to see that all is in place.
+"""`python -m strategies demo`: trains a digits model on two ranks to verify an installation.
 
 The part of one rank is `train`, which is written as a program of yours would be. Around it is what
 people do at a prompt: make a folder, call mpirun, look at the picture.

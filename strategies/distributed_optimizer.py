@@ -1,4 +1,4 @@
-"""Wrap an optimizer so that every rank applies the gradients of all ranks."""
+"""`DistributedOptimizer`: wraps an optimizer of any library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Exceptions of queues, readers, input threads and named state."""
+"""Exceptions of `strategies`."""
 
 from __future__ import annotations
 

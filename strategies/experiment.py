@@ -1,4 +1,4 @@
-"""One program for all tasks of a cluster, in which each does the part of its job."""
+"""`Experiment`: one program for all tasks of a cluster."""
 
 from __future__ import annotations
 

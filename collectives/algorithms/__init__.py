@@ -1,4 +1,4 @@
-"""Who sends what to whom: one module for each schedule, each with its seconds beside its steps.
+"""Communication schedules, one module per algorithm, each with its cost model.
 
 They all take the same things:
 

@@ -1,4 +1,4 @@
-"""All-reduce of 16-bit floats or 8-bit blocks, summed in float32, and rounded once on the way.
+"""All-reduce with 16-bit floats or 8-bit blocks on the wire and float32 sums.
 
 A ring rounds a sum at every rank that it passes. Here the parts of a chunk travel as they are to
 the chunk's owner, who adds them up in float32 and rounds once; then the chunks go around a ring.

@@ -1,4 +1,4 @@
-"""How ranks are spread over nodes, and what a step between them should take.
+"""Alpha-beta-gamma cost model of one step, and the layout of ranks over nodes.
 
 Beside each algorithm stands the time that it should take, a closed form of alpha, beta and gamma
 (`ring.allreduce_seconds`). A link costs `alpha` seconds for a message (of both ranks' programs,

@@ -1,4 +1,4 @@
-"""Two binary trees, each for one half of the buffer: large arrays in a logarithmic number of hops.
+"""Double binary tree: two trees, each for half of the buffer, for large arrays in few hops.
 
 In a binary tree a rank sends everything to two children, and at the leaves nothing. In two trees,
 built so that who has children in one is a leaf of the other, all ranks send and receive as much.

@@ -1,4 +1,4 @@
-"""Small operations by messages in one compiled call: exchange, compare, combine.
+"""Eager protocol for small operations: exchange, compare and combine in one compiled call.
 
 Python takes some microseconds for each message that it starts and waits for, as long as a message
 itself takes between two machines. So compiled code calls MPI: it exchanges *eager messages* with a

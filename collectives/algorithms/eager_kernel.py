@@ -1,4 +1,4 @@
-"""The compiled part of `collectives.algorithms.eager`, which explains blocks and messages."""
+"""Compiled part of the eager protocol; `collectives.algorithms.eager` explains it."""
 
 from __future__ import annotations
 

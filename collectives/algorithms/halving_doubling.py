@@ -1,4 +1,4 @@
-"""Halving and doubling: ceil(log2 P) rounds, for any number of ranks.
+"""Recursive halving and doubling: ceil(log2 P) rounds for any number of ranks.
 
 A *reduce-scatter by halving*: at first a rank is in charge of all P chunks, its own and those to
 the right, around the end of the buffer. In every round it hands the farther half of them to the

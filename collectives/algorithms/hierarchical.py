@@ -1,4 +1,4 @@
-"""Hierarchical algorithms: most of the work inside the nodes, as little as possible between them.
+"""Hierarchical algorithms: reduce inside each node first, then between nodes.
 
 The network is the narrow part, so each byte crosses it once where a flat algorithm may send it to
 and fro. The ranks with the same local rank, one per node, form a *rail*. Nodes a and b with 2 ranks

@@ -1,4 +1,4 @@
-"""MPI's own collectives, through the same interface: the reference that the others are held to.
+"""MPI's own collectives behind the same interface, as the reference for the other algorithms.
 
 They are called in their non-blocking form, so that a wait has a deadline here, too. They need an
 `MpiTransport`, and refuse more than 2^31 - 1 elements of a reduction, or bytes of anything else,

@@ -1,4 +1,4 @@
-"""The stages inside a node in shared memory: the node engine below `hierarchical`.
+"""Intra-node stages of hierarchical algorithms, run by the node engine.
 
 Private arrays go through the engine's slots. Arrays from `shared_empty`, if all ranks of the node
 bring the same one, stay where they are. 2 ranks on the node, chunk a belongs to rank 0, b to 1:

@@ -1,4 +1,4 @@
-"""All-to-all by rotation: in step s every rank sends to the rank s places to the right of it.
+"""Pairwise all-to-all: in step s every rank sends to the rank s places to its right.
 
 For 3 ranks (`ab` is what rank a has for rank b):
 

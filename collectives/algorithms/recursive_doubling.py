@@ -1,4 +1,4 @@
-"""Recursive doubling: whole buffers, exchanged at twice the distance in every round.
+"""Recursive doubling: ranks exchange whole buffers at a distance that doubles every round.
 
 For 5 ranks, of which the first pair has one guest; a number stands for a rank's contribution:
 

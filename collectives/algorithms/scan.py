@@ -1,4 +1,4 @@
-"""Every rank combines what the ranks before it bring, in log2 P rounds.
+"""Prefix reductions in ceil(log2 P) rounds.
 
 In each round a rank hands all that it has combined to a rank at a distance, which doubles: 1, 2, 4
 and so on. For 5 ranks, what each has of the arrays 0 to 4 (its own among them):

@@ -1,4 +1,4 @@
-"""Which algorithm an operation uses: the table of all, and how one of them is picked.
+"""Table of all algorithms, and the selection of one by name or cost.
 
 With `algorithm="auto"` ranks of one node that share memory meet in the node engine, which beats
 messages at every size that was measured. Elsewhere the cost model decides (`layout`).

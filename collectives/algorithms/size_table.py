@@ -1,4 +1,4 @@
-"""Which of several algorithms should be the fastest: found once for a layout, then looked up."""
+"""Fastest algorithm by message size, computed once per layout."""
 
 from __future__ import annotations
 

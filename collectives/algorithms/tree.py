@@ -1,4 +1,4 @@
-"""Binomial tree algorithms: ceil(log2 P) rounds, whole buffers, best for small arrays.
+"""Binomial tree algorithms: ceil(log2 P) rounds of whole buffers, best for small arrays.
 
 The tree of 5 ranks with root 0; a broadcast goes down from the largest subtree to the smallest, a
 reduce or gather comes up from the smallest to the largest:

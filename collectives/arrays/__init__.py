@@ -1,4 +1,4 @@
-"""What callers hand in, and how its numbers are added up.
+"""Arrays of NumPy, PyTorch, JAX and CuPy, and the reduction operations.
 
 `host` sees an array of any library as host memory and makes results of its kind, `adapters` knows
 whose it is, `device` is flat memory on the host or on a device, `streams` and `staging` keep copies

@@ -1,4 +1,4 @@
-"""What is asked of an array of another library, whichever it is."""
+"""Interface that every adapter of another array library implements."""
 
 from __future__ import annotations
 

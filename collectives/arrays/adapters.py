@@ -1,4 +1,4 @@
-"""Arrays of other libraries: how their elements come to host memory, and how results go back.
+"""Adapter lookup: host memory for arrays of other libraries, and results in the same kind.
 
 A kind is known by the protocol that it speaks, never by a class name, and no library is imported
 that the caller's array does not come from:

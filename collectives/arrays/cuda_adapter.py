@@ -1,4 +1,4 @@
-"""Memory of CUDA devices, reached through CuPy, whichever library has made it."""
+"""CUDA device memory of any library, accessed through CuPy."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Flat memory that algorithms work in: NumPy arrays on the host, `DeviceBuffer` on a device.
+"""Flat buffers for algorithms: NumPy arrays on the host, `DeviceBuffer` on a device.
 
 An algorithm cuts a buffer into slices, sends and receives them, and combines one with another. The
 functions here and in `collectives.arrays.reduction` do the little that differs, so that one

@@ -1,4 +1,4 @@
-"""Dtypes that can be moved, dtypes that can be reduced, and the name of a dtype in a message.
+"""Supported dtypes, and their names in messages.
 
 | dtype | moved | reduced |
 | --- | --- | --- |

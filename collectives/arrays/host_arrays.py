@@ -1,4 +1,4 @@
-"""What callers hand in, seen as host memory, and results handed back in their kind and shape.
+"""Arguments as host memory, and results in the kind and shape of the argument.
 
 Algorithms work on one kind of thing only: a one-dimensional, contiguous, writable NumPy array.
 This module is the border: devices, other libraries, strides, read-only memory, numbers and `out=`

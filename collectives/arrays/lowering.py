@@ -1,4 +1,4 @@
-"""Reductions that go by way of another one: what happens to every number before it, and after it.
+"""Reductions computed through another one, with a conversion before and after.
 
 | asked for | before | combined by | after |
 | --- | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""The operations that combine arrays of several ranks.
+"""Reduction operations: how arrays of several ranks are combined.
 
 | dtype | SUM PRODUCT | MEAN | MIN MAX | BITWISE_... |
 | --- | --- | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Memory of ours, shown as arrays of the callers' kinds."""
+"""Memory owned by this package, exposed as arrays of the caller's library."""
 
 from __future__ import annotations
 

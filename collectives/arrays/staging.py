@@ -1,4 +1,4 @@
-"""Device arrays pass through host memory in slices, and copies overlap with what is done there.
+"""Pipelined copies of device arrays through host memory, slice by slice.
 
 Three windows of host memory, each as long as a slice. While slice k is worked on in one of them,
 slice k + 1 comes from the device into the next, and slice k - 1 goes back from the third:

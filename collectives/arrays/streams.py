@@ -1,4 +1,4 @@
-"""What computes arrays on devices comes first, also where another thread uses them."""
+"""Stream ordering: operations wait for the CUDA work that produces their arrays."""
 
 from __future__ import annotations
 

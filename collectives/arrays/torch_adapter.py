@@ -1,4 +1,4 @@
-"""Tensors of PyTorch, on the host and on CUDA devices."""
+"""Adapter for PyTorch tensors on the host and on CUDA devices."""
 
 from __future__ import annotations
 

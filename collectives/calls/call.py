@@ -1,4 +1,4 @@
-"""One call of one operation: its limit, its check, and what its failure means for later calls.
+"""One call of an operation: deadline, signature check, and the effect of its failure.
 
     enter       step 2 of docs/how-a-call-goes.md: number the call, begin the wait's limit, make the
                 node engine in the first one

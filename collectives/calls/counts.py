@@ -1,4 +1,4 @@
-"""How many rows each rank gets, and whether they fit where it wants them."""
+"""Row counts per rank, and the check that they fit the output."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the ranks of a group share: transport, nodes, settings, engine, plans, records.
+"""State shared by the operations of one group: transport, nodes, settings, engine, plans, records.
 
 Operations are functions of a group. It knows none of them: what one keeps between its calls, the
 group holds for it (`state_of`).

@@ -1,4 +1,4 @@
-"""Groups that the program has dropped without `close`: freed once all of their ranks have.
+"""Garbage collection of groups: a dropped group is freed once all its ranks have dropped it.
 
 Garbage is collected on each rank at another time, and MPI frees a communicator on all ranks. So
 each rank keeps the keys of the groups that it has dropped, and announces a few of them in its next

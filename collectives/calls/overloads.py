@@ -1,4 +1,4 @@
-"""What type checkers are told of operations: the kind of array that goes in comes out.
+"""Type overloads: an operation returns the kind of array it was given.
 
 | given | returned |
 | --- | --- |

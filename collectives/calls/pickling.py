@@ -1,4 +1,4 @@
-"""Python objects as arrays of bytes, by pickle."""
+"""Python objects as byte arrays, by pickle."""
 
 from __future__ import annotations
 

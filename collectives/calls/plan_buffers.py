@@ -1,4 +1,4 @@
-"""Memory of callers that outlasts a call, since later ones go to it: that of plans."""
+"""Buffers of plans: caller memory that must outlast the call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What the caller of an asynchronous operation holds, and what is known of one under way.
+"""Requests of asynchronous operations: the user's handle and its state.
 
 `Communicator.allreduce_async` and its kind return a `Request` at once, and so do `isend` and
 `irecv`. Behind it is a `RequestState`: what carries out the operation hands over there what becomes

@@ -1,4 +1,4 @@
-"""Arrays in memory that the ranks of a node share."""
+"""`shared_empty`: arrays in memory shared by the ranks of a node."""
 
 from __future__ import annotations
 

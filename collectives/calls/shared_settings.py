@@ -1,4 +1,4 @@
-"""Settings that have to mean the same on all ranks, settled once, by one exchange.
+"""Negotiation of settings that must be equal on all ranks, in one exchange.
 
 | setting | settled as |
 | --- | --- |

@@ -1,4 +1,4 @@
-"""What a call means, as a few named fields; how errors say in which of them ranks differ.
+"""Signature of a call as named fields, and the error text for ranks that differ.
 
 Where the hashes of descriptions differ (`collectives.calls.signature_check`, or the node engine as
 ranks meet), the descriptions themselves are collected, so that every rank raises the same error.

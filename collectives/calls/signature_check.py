@@ -1,4 +1,4 @@
-"""Do all ranks mean the same call? Compared before the first byte of data moves.
+"""Signature check: ranks compare their calls before any data moves.
 
 MPI sums float32 against int32, or SUM against MAX, without an error and wrongly, and waits for
 ever where one rank broadcasts and another reduces. Here each rank describes its call as a few named

@@ -1,4 +1,4 @@
-"""Memory for long frames that come, used again as soon as nobody holds them any more.
+"""Receive buffers for long frames, reused once they are no longer referenced.
 
 Who gets the values of a model in each step still holds the last ones meanwhile, so that memory for
 twice the model goes round, in frames of the same lengths each time.

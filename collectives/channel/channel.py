@@ -1,4 +1,4 @@
-"""Messages of several arrays between any two ranks at any time, for services in a thread.
+"""Channel: multi-frame messages between any two ranks, for services in a thread.
 
 A message is one head that holds its short frames, followed by its long frames as they are, see
 `frames`. Nothing is copied but short frames. A rank that waits sleeps on its doorbell; what comes

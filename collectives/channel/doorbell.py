@@ -1,4 +1,4 @@
-"""Wake a thread that sleeps in another process of the same node.
+"""Doorbell: wakes a sleeping thread in another process of the same node.
 
 MPI can wait only by asking again and again. A rank that waits for messages at unknown times sleeps
 on a pipe of its own instead, and who sends it something writes one byte into that pipe. The others

@@ -1,4 +1,4 @@
-"""How a message of several frames is written into one head and the long frames that follow it.
+"""Wire format of multi-frame messages: one header, followed by the long frames.
 
 ::
 

@@ -1,1 +1,1 @@
-"""What all rooms use: errors, settings, link costs and schedules, without arrays or MPI."""
+"""Shared by all folders: errors, settings, link costs and schedules, without arrays or MPI."""

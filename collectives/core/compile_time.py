@@ -1,4 +1,4 @@
-"""The time in which this process has made what it needs once, such as compiled code.
+"""Time that this process has spent on one-time work such as compiling.
 
 The first calls of a program compile, or wait for the process of their machine that does: seconds,
 on a busy machine many. No other rank is late because of it, so no limit of a wait counts it. Notes

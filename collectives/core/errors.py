@@ -1,4 +1,4 @@
-"""Exceptions: what can go wrong between ranks, told apart by what the caller can do about it.
+"""Exceptions of `collectives`, one class for each reaction of the caller.
 
 Wrong use of one call (a negative root, an array of strings) is a plain `ValueError` or `TypeError`,
 raised before any message. Everything here concerns several ranks.

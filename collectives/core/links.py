@@ -1,4 +1,4 @@
-"""What it costs to move and combine bytes here: alpha, beta and gamma of three links.
+"""Measured link costs: alpha (latency), beta (per byte sent) and gamma (per byte combined).
 
 The numbers come from three places, of which the first that has one counts:
 

@@ -1,4 +1,4 @@
-"""Warn where the ranks of a node have more threads than it has cores for them.
+"""Warning for nodes whose ranks run more threads than there are cores.
 
 NumPy's and PyTorch's libraries start as many threads as they see cores, in every rank. On a node of
 C cores, R ranks that are not bound to cores of their own have R C threads, which wait for each

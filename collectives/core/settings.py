@@ -1,4 +1,4 @@
-"""Every environment variable that Unisono reads; values and defaults are in `docs/settings.md`.
+"""Environment variables of Unisono; `docs/settings.md` lists values and defaults.
 
 `init` warns of a variable that begins with `UNISONO_` and is none of those: most likely a slip.
 """

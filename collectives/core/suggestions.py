@@ -1,4 +1,4 @@
-"""Errors for names of mpi4py, torch.distributed and Horovod that have another name here."""
+"""Errors that translate names of mpi4py, torch.distributed and Horovod."""
 
 from __future__ import annotations
 

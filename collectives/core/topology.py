@@ -1,4 +1,4 @@
-"""Who talks to whom and when, as pure functions of integers.
+"""Communication schedules as pure functions of integers: who talks to whom and when.
 
 Nothing here sends or allocates anything, so every schedule is tested for any number of ranks
 without MPI. Words: `rank` in `0 .. size - 1`; a `chunk` is a rank's share of a buffer, and chunk

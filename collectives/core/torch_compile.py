@@ -1,4 +1,4 @@
-"""What torch.compile leaves alone: the functions of both packages, run as they are written.
+"""Exclusion of both packages from torch.compile.
 
 A compiled function may call operations, a wrapped optimizer may compile its step, and the C++ of
 PyTorch calls a process group in the middle of compiled programs. The compiler would take each such

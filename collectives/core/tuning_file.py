@@ -1,4 +1,4 @@
-"""The file in which `python -m collectives tune` keeps what it measured, one for each cluster.
+"""File format of `python -m collectives tune`: measured links, one file per cluster.
 
 It is `UNISONO_TUNED` if that is set, else NAME.json in the directory `unisono` of
 `$XDG_CONFIG_HOME` or `~/.config`, where NAME is `SLURM_CLUSTER_NAME` or the name of rank 0's

@@ -1,4 +1,4 @@
-"""The version, apart from the package's names, so that what they are made of can tell it."""
+"""Package version, in a module that imports nothing."""
 
 __all__ = ["__version__"]
 

@@ -1,4 +1,4 @@
-"""All-reduces and broadcasts among GPUs by NCCL, as CuPy brings it.
+"""All-reduce and broadcast among GPUs through CuPy's NCCL bindings.
 
 ::
 

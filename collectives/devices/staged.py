@@ -1,4 +1,4 @@
-"""Operations on large arrays in the memory of CUDA devices, where they are or in slices.
+"""Operations on large CUDA arrays: CUDA-aware MPI, or slices staged through the host.
 
 | MPI takes device memory (`collectives.calls.shared_settings`) | it does not |
 | --- | --- |

@@ -1,1 +1,1 @@
-"""Many arrays in one call: fused operations, and buckets reduced while the caller computes."""
+"""Fused operations on many arrays, and buckets that overlap with the caller's work."""

@@ -1,4 +1,4 @@
-"""Many arrays by few calls: `grouped_allreduce`.
+"""`grouped_allreduce`: one reduction of many arrays.
 
 Where ranks meet in shared memory, a long array is reduced from where it is to where its result
 goes, as by a call of its own. The short ones of a dtype are thought of as one, which is cut into

@@ -1,4 +1,4 @@
-"""Which arrays are reduced together, and where they lie: pure integers, equal on all ranks."""
+"""Assignment of arrays to buckets and offsets, as pure integers."""
 
 from __future__ import annotations
 

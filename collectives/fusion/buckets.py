@@ -1,4 +1,4 @@
-"""Many arrays in a few buckets, which are reduced one after the other while the caller computes.
+"""`Buckets`: arrays reduced bucket by bucket while the caller computes.
 
 Gradients of a model are many and small, and become ready one after the other, those of the last
 layer first. They lie side by side, laid out once, in memory that the ranks of a node share, or on a

@@ -1,4 +1,4 @@
-"""Arrays side by side on a CUDA device, and reductions of parts of it.
+"""Fusion buffer on a CUDA device, and reductions of its parts.
 
 Each bucket is packed by one kernel, travels once (as any array on a device: as messages of device
 memory, in slices through pinned memory, or by NCCL), and its arrays come back as views of it:

@@ -1,4 +1,4 @@
-"""Many arrays at once: `grouped_allgather`, `grouped_reduce_scatter`, `grouped_broadcast`.
+"""`grouped_allgather`, `grouped_reduce_scatter` and `grouped_broadcast`.
 
 Arrays of any dtypes and shapes are packed side by side, so that all of them take one way:
 

@@ -1,4 +1,4 @@
-"""Arrays side by side in memory that the ranks of a node share, and reductions of parts of it."""
+"""Fusion buffer in node-shared memory, and reductions of its parts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How arrays of certain shapes and dtypes are reduced together: planned once, kept for later calls.
+"""Cached layouts of grouped calls, by the shapes and dtypes of their arrays.
 
 A *portion* is what is reduced by one call: an array that is long enough to be reduced from where it
 is to where its result goes; or pieces of arrays of one dtype, packed side by side.

@@ -1,4 +1,4 @@
-"""Grouped calls of arrays on one CUDA device: packed there, and reduced as one for a dtype.
+"""Grouped calls on one CUDA device: pack, then one reduction per dtype.
 
     arrays on the device     | a |  | b |    | c |
     one kernel for a dtype     `------`--------'

@@ -1,4 +1,4 @@
-"""How many arrays become buckets: the ranks agree on them, and memory is laid out once."""
+"""`plan_buckets`: ranks agree on buckets and lay out their memory once."""
 
 from __future__ import annotations
 

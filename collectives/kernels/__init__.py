@@ -1,4 +1,4 @@
-"""Functions compiled by numba at first use, and kept on disk.
+"""Loops compiled by numba at first use and cached on disk.
 
 `loops` has loops over elements for each dtype and op, which `elementwise` compiles; `machine_code`
 loads them, and the rounds of a node, without numba; `compiling` keeps the rest. `intrinsics`

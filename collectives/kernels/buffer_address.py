@@ -1,4 +1,4 @@
-"""Where the memory of NumPy's arrays begins, asked in every call that repeats an earlier one.
+"""Fast access to the data address of NumPy arrays, for repeated calls.
 
 Python takes 0.6 us to find that out through `ctypes`, and 0.2 us to see that an array fits another
 one. Compiled code looks at the array objects themselves, in 0.05 us. It knows them from NumPy's C

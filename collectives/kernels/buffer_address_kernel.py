@@ -1,4 +1,4 @@
-"""The compiled part of `collectives.kernels.buffer_address`: NumPy's arrays as they lie in memory.
+"""Compiled part of `collectives.kernels.buffer_address`, which reads NumPy's array structure.
 
 Where an array object has what follows from NumPy's C headers, which programs in C are compiled
 with, so that it cannot change without a new major version. Importing this module loads numba.

@@ -1,4 +1,4 @@
-"""Cache of compiled code on disk: one folder for each user, files named by a digest.
+"""Disk cache of compiled code: one folder per user, files named by digest.
 
 The first usable folder holds the files:
 

@@ -1,4 +1,4 @@
-"""How two numbers become one in compiled loops: what `arrays.reduction.RULES` names.
+"""Element-wise combination in compiled loops, for each rule of `arrays.reduction.RULES`.
 
 Every NaN that a function returns has the bits of `numpy.nan`: quiet, positive, no payload. Several
 ranks compute the same element (`node.reduce_kernels.one_shot` and `direct`, `algorithms.eager`) and

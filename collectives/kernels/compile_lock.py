@@ -1,4 +1,4 @@
-"""One process of a machine makes what several need; the others wait until it has, or has died.
+"""File lock: one process of a machine compiles, the others wait for the result.
 
 Ranks that start on an empty cache need the same compiled code at the same moment. Whoever comes
 first takes a name; the others look every few milliseconds whether it is free again. The name is

@@ -1,4 +1,4 @@
-"""Functions compiled by numba: to object files, or kept as numba keeps them, but safely.
+"""`compiled`: functions compiled by numba to cached object files.
 
 `object_code` and `python_code` are for functions of addresses and numbers, which
 `collectives.kernels.machine_code` keeps and loads without numba. The rest is about functions that

@@ -1,4 +1,4 @@
-"""Send floats as 16 or 8 bits: which arrays, between whom, and what becomes of rounding errors.
+"""Compression of floats to 16 or 8 bits on the wire, with error feedback.
 
 Compression is a permission to round, not a demand: float32 and float64 arrays travel as float16
 (`FP16`), bfloat16 (`BF16`) or in blocks of 64 numbers of 8 bits with a scale (`INT8`), all others

@@ -1,4 +1,4 @@
-"""Kernels of CUDA devices: 16-bit floats from 32- and 64-bit ones and back, arrays into buckets.
+"""CUDA kernels: 16-bit conversions, and packing arrays into buckets.
 
 The same numbers, bit for bit, as `collectives.kernels.half_loops` makes on the host. The text is
 C++, which CuPy compiles for the device at first use. It uses three names of CUDA, which reinterpret

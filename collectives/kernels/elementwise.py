@@ -1,4 +1,4 @@
-"""How the loops of `collectives.kernels.loops` are compiled, one for each dtype and op.
+"""Compilation of the loops in `collectives.kernels.loops`, one per dtype and operation.
 
 Importing this module loads numba.
 """

@@ -1,4 +1,4 @@
-"""16-bit floats in compiled loops: single numbers, float16 or bfloat16, to float32 and back.
+"""Scalar conversions between float16 or bfloat16 and float32 in compiled code.
 
 numba knows neither type, so that both are seen as their bits, uint16.
 

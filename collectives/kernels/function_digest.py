@@ -1,4 +1,4 @@
-"""Digest of a function that numba compiles: its code, its constants, and all that it calls.
+"""Digest of a compiled function: its code, constants and callees.
 
 numba's own key pickles what a function closes over, with an identity that each process draws at
 random, and knows functions of other modules only by name. This digest is the same in all processes

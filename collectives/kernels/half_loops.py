@@ -1,4 +1,4 @@
-"""Arrays of 16-bit floats: widened, rounded and reduced at the speed of memory.
+"""Loops over 16-bit floats: widen, round and reduce at memory speed.
 
 Numbers become float16 or bfloat16, and back, as `collectives.kernels.float16` says; a float64 is
 rounded once, not twice. What is compiled here is kept on disk; the first call of all takes about a

@@ -1,4 +1,4 @@
-"""Arrays of 8 bits a number: packed in blocks with a scale each, unpacked, and reduced.
+"""8-bit compression: pack, unpack and reduce blocks with one scale each.
 
     bytes of a block   0      2
                        step   64 codes

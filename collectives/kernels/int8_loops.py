@@ -1,4 +1,4 @@
-"""How the loops of `collectives.kernels.int8` are compiled.
+"""Compilation of the loops in `collectives.kernels.int8`.
 
 A loop gets addresses and counts. Each works on one block at a time, whose numbers lie on the stack
 meanwhile: nothing else points there, so that all of it is vectorised.

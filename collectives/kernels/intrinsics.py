@@ -1,4 +1,4 @@
-"""What compiled loops need and numba does not have: memory by address, and words that others watch.
+"""LLVM intrinsics missing in numba: memory by address, and atomic loads and stores.
 
 The ranks of a node meet in shared memory. Whoever stores a word there (`store`, release) makes
 visible what it has stored before to whoever loads that word (`load`, acquire); both are one

@@ -1,4 +1,4 @@
-"""Loops over the elements of arrays, one for each dtype and op, compiled at first use.
+"""Element-wise loops per dtype and operation, compiled at first use.
 
 The rounds of the node engine (`collectives.node.reduce_kernels`) call them by address, tile by
 tile. A loop is `f(dest, source, n, size)`: addresses of two arrays of `n` elements that do not

@@ -1,4 +1,4 @@
-"""Machine code of compiled functions: kept in files, and loaded without their compiler.
+"""Position-independent object files of compiled functions, loaded without numba.
 
 What every rank needs at its first calls, the rounds of its node and loops over elements, is few
 functions of plain addresses and numbers. numba compiles each of them once on a machine; what comes

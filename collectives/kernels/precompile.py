@@ -1,4 +1,4 @@
-"""Compile beside the program what it may need when there is no time: another process does it.
+"""Compiles in a separate process what the program may need on short notice.
 
 Ranks that go on when others have died may need a kind of call that they have not made yet: arrays
 that four ranks reduce in one round are reduced piece by piece by two. On an empty cache that kind

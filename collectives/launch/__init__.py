@@ -1,1 +1,1 @@
-"""Start MPI; refuse a wrong launch; end the job on an uncaught exception."""
+"""Start MPI, reject a wrong launch, and abort the job on an uncaught exception."""

@@ -1,4 +1,4 @@
-"""End the job on an error that leaves one rank: nobody has caught it, or `sys.exit` says so.
+"""Exception hook: aborts the job on an uncaught exception or a nonzero `sys.exit`.
 
 Such an error would leave the other ranks waiting for this one for ever, because the interpreter
 waits in `MPI_Finalize` for them.

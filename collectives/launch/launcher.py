@@ -1,4 +1,4 @@
-"""Who has started how many processes, and whether MPI sees them.
+"""Launcher detection: how many processes were started, and whether MPI sees them.
 
 A launcher that does not fit the MPI library starts N processes that each believe to be alone
 (`srun --mpi=pmi2` with Open MPI 5 does, with exit status 0): each would train its own model.

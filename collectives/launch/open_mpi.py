@@ -1,4 +1,4 @@
-"""Settings of Open MPI: those that help here, and what its launcher says by them."""
+"""Open MPI settings: recommended values, and what its launcher sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The processes of a job: started as one world of MPI, numbered, all of them or some."""
+"""Processes of the job: starts MPI and numbers all or some of them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The words of a call in shared memory: of its block, of the ranks' headers, of a rank's state.
+"""Layout of the shared control structures: call blocks, rank headers and rank state.
 
 The ranks of a node share a segment (`collectives.node.segment`). In it each rank has a *header*,
 which only it writes, and two *slots* for its data. A kind of call

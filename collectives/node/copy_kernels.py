@@ -1,4 +1,4 @@
-"""How bytes that stay as they are pass through the slots: published at once, or part by part.
+"""Kernels that copy bytes through the slots: published at once, or pipelined.
 
 Both kinds of call meet as those of `collectives.node.reduce_kernels` do. What is short goes into a
 slot at once (`one_shot_copy`). What is long is cut into rounds of a slot, these into parts of 32

@@ -1,4 +1,4 @@
-"""Where a rank is: near the others of its node, on a core that shares a cache with theirs, or far.
+"""Detection of core distance: whether ranks of a node run on cores with a common cache.
 
 What systems say of caches is not true in virtual machines, and processes move. So each rank now and
 then stores into lines that another rank has read, one line after the other, and takes the time,

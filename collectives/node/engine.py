@@ -1,4 +1,4 @@
-"""The node engine: ranks of one node meet in shared memory, without a message.
+"""Node engine: collectives of one node through shared memory, without messages.
 
 Each rank owns two slots of a segment and a header with two numbers: up to which round its slot is
 filled, and up to which round its result is ready. Everything else follows from these (see

@@ -1,4 +1,4 @@
-"""Which way arrays go through a node's shared memory, and how long that should take.
+"""Selection of the node engine's kernel, with its cost model.
 
 All ranks of a node choose the same, so by what all of them know: bytes, ranks, cores, the kind of
 combining; never by what one of them has measured.

@@ -1,4 +1,4 @@
-"""The rounds in which ranks of a node meet, compiled by numba at first use: fill, wait, combine.
+"""Reduction kernels of the node engine, compiled by numba: fill, wait, combine.
 
 Each kind of call (`one_shot` ...) works until it is done or has waited for long; kinds that only
 move bytes are in `collectives.node.copy_kernels`. What happens to single elements is up to the

@@ -1,4 +1,4 @@
-"""How a rank stores what a call brings it: into the caches, or past them.
+"""Plain or streaming stores for results, chosen by measurement.
 
 A plain store fetches the line first; where the caches have it, that is the fastest way, and the
 result is at hand afterwards. Of a result that is larger than what they keep from call to call each

@@ -1,4 +1,4 @@
-"""Memory that the ranks of one node share.
+"""Shared memory segment of one node.
 
 A segment is a file in a folder of its own in `/dev/shm` (`collectives.node.temporary_directories`),
 mode 0600, mapped by all ranks and unlinked as soon as all have mapped it: when the last rank ends,

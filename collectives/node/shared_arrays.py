@@ -1,4 +1,4 @@
-"""Arrays in memory that the ranks of a node share: every rank has its own, and reaches all of them.
+"""Registry of shared arrays: one array per rank, addressable by every rank of the node.
 
 The ranks make them together, so that all know them by the same numbers. An array that a call is
 given is looked for by its address: a slice of a shared array is in shared memory, too.

@@ -1,4 +1,4 @@
-"""How a rank hands bytes to the others: stores into the caches, or past them.
+"""Plain or streaming stores for the slots that other ranks read.
 
 A plain store takes the line from the cache of the core that has read it last. Where the two cores
 share no cache that may be the slowest way there is; then a rank stores past the caches, which

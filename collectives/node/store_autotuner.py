@@ -1,4 +1,4 @@
-"""Which way of storing is faster in a call that is made again and again: some are timed by either.
+"""Autotuner of store instructions for repeated calls: times both kinds, keeps the faster.
 
 On all ranks the same ones, and the slowest rank decides, since who reads pays for how others have
 stored. On a machine whose host halves at times what its cores hand over, a line takes 150 ns then

@@ -1,4 +1,4 @@
-"""Folders in which ranks of a node find each other's files, removed even if a maker is killed.
+"""Rendezvous directories of a node, removed even after a kill.
 
 A file that another process is to open needs a name for a moment, and a process that is killed in
 that moment cannot remove it. So files lie in a folder of their own, which its maker keeps locked

@@ -1,1 +1,1 @@
-"""The collective operations that users call, and plans of them for repeated calls."""
+"""Collective operations, and plans of them for repeated calls."""

@@ -1,4 +1,4 @@
-"""From one rank to all, and all at once: `broadcast` and `barrier`.
+"""`broadcast` and `barrier`.
 
 The steps are those of `docs/how-a-call-goes.md`.
 """

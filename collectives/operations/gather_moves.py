@@ -1,4 +1,4 @@
-"""Rows of all ranks, moved: in the node engine, or by messages.
+"""Data movement of gathers: through the node engine or by messages.
 
 Arrays are flat and contiguous here, and the call has been described. In the engine every rank
 publishes its array, and copies the parts of the others' that it wants.

@@ -1,4 +1,4 @@
-"""Rows of arrays, joined and shared: `gather`, `allgather`, `scatter`, `alltoall`.
+"""`gather`, `allgather`, `scatter` and `alltoall`.
 
 The steps are those of `docs/how-a-call-goes.md`.
 """

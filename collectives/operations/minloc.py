@@ -1,4 +1,4 @@
-"""MINLOC and MAXLOC: the smallest or largest number of all ranks, and where it is.
+"""MINLOC and MAXLOC: the smallest or largest value and its index.
 
 `x` is a pair, (values, indices): two arrays of one shape, of which the second says where each value
 is, such as a rank or a position. The result is such a pair: for every element the best value, and

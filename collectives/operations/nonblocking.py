@@ -1,4 +1,4 @@
-"""Operations that a thread carries out while the caller does something else.
+"""Asynchronous operations, run by one thread per communicator.
 
 One thread per communicator carries out the requests of `Communicator.allreduce_async` and its kind,
 one after the other in the order of issue, on a private duplicate of the communicator: it shares no

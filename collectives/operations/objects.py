@@ -1,4 +1,4 @@
-"""Python objects, by pickle."""
+"""Operations on Python objects, by pickle."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that are made at every step with the same arrays: `plan_allreduce` and its kind.
+"""Persistent operations, planned once and run every step: `plan_allreduce` and others.
 
 Everything but the exchange itself is done once (steps 2 to 5 of `docs/how-a-call-goes.md`). Arrays
 are contiguous, and of host memory that can be written: NumPy's, tensors of PyTorch on the CPU, and

@@ -1,4 +1,4 @@
-"""Calls that are like earlier ones: found by the plans of those, and made at once.
+"""Plan cache: a repeated call finds the plan of its first call and runs it.
 
 Plans are found for contiguous arrays of NumPy. What is of other kinds is looked for as what NumPy
 sees of it:

@@ -1,4 +1,4 @@
-"""Reductions: `allreduce`, `reduce`, `reduce_scatter`.
+"""`allreduce`, `reduce` and `reduce_scatter`.
 
 Each finds the plan of an earlier call like this one and runs it; or it looks at its arguments,
 describes itself, makes a plan, runs it, and keeps it. `docs/how-a-call-goes.md` has the steps.

@@ -1,4 +1,4 @@
-"""Each rank's result is that of the ranks up to it: `scan`, `exscan`.
+"""Prefix reductions: `scan` and `exscan`.
 
 The steps are those of `docs/how-a-call-goes.md`. Ranks of one node show each other their arrays, a
 slice at a time, and combine those before theirs in the order of the ranks ("node"); else

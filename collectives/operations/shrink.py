@@ -1,4 +1,4 @@
-"""Go on without the ranks that have died."""
+"""`shrink` and `agree`: continue with the surviving ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rows of large arrays of which each rank has only a few."""
+"""`sparse_allreduce`: sums of a few rows of a large array."""
 
 from __future__ import annotations
 

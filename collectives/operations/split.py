@@ -1,4 +1,4 @@
-"""Groups made of others."""
+"""New groups: `split`, `group` and duplicates."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-r"""The timelines of all ranks: begun and ended together, when their clocks are compared.
+r"""Start and stop of all ranks' timelines, with a clock comparison.
 
 Ranks of one node have one monotonic clock. Between nodes one rank of each asks rank 0 for the time,
 and takes the answer of the fastest of 16 round trips for that of its middle:

@@ -1,1 +1,1 @@
-"""Messages between two ranks: matching, progress, and the operations of users."""
+"""Point-to-point messages: matching, progress, and the public operations."""

@@ -1,4 +1,4 @@
-"""Arrays between two ranks, matched by source and tag, from any thread.
+"""Point-to-point endpoint of a group, matched by source and tag, usable by any thread.
 
 The head of an array comes unasked, and a short array with it. The elements of a longer one come
 when somebody wants them, without a copy::

@@ -1,4 +1,4 @@
-"""Which array goes to which receive, by source and tag, and what is under way.
+"""Message matching by source and tag: posted receives and unexpected messages.
 
 An array goes to the oldest receive that wants it, a receive takes the oldest array that it wants.
 Elements come from one rank in the order of its heads, so those before the wanted ones are taken,

@@ -1,4 +1,4 @@
-"""The messages between the pairs of ranks of one group: who moves them, and how they end.
+"""Progress engine of a group: moves its point-to-point messages and completes them.
 
 All of them go on a *lane* of the group's transport, where they never meet those of the operations
 of all ranks, so that a rank may send before such an operation what another one receives after it.

@@ -1,4 +1,4 @@
-"""A thread that moves the open requests of a group while its program does something else."""
+"""Progress thread: moves open requests while the program computes."""
 
 from __future__ import annotations
 

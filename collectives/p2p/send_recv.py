@@ -1,4 +1,4 @@
-"""Arrays and objects from one rank to another.
+"""`send`, `recv`, `sendrecv`, `probe` and their object and nonblocking variants.
 
 Who makes such a call is a rank alone, so wrong arguments are errors on that rank alone. How arrays
 travel, and are matched with who receives them: `collectives.p2p.endpoint`.

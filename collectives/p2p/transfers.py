@@ -1,4 +1,4 @@
-"""One array on its way to or from another rank, as something to wait for."""
+"""State of one point-to-point transfer."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Operations by messages: what travels with the comparison, as 16 bits, or by an algorithm.
+"""Plans that use messages: eager, compressed, or by an algorithm.
 
 The call is compared first, the array copied to where the algorithm works, and the algorithm chosen
 by name and size; a small array travels with the comparison. Arrays are flat and contiguous here,

@@ -1,4 +1,4 @@
-"""A gather or an all-gather that a node makes again, of what each rank brought the last time."""
+"""Plan of a repeated gather whose row counts are those of the last call."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Plans: what a call needs but for its arrays, made in the first such call and run in later ones.
+"""Planner: turns a described call into a plan that later calls reuse.
 
 What a call needs follows from its operation, op, dtype, shape, root and algorithm, its *key*. The
 first call looks at its arguments, describes itself, makes a plan of what it found

@@ -1,4 +1,4 @@
-"""Calls that are ready but for their arrays: of three kinds, by how the ranks meet.
+"""Three kinds of prepared calls: node engine, eager and messages.
 
 | plan | ranks meet | what is kept |
 | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Ranks that a job does not have: the algorithms as they are, on machines whose time is virtual.
+"""Simulation: the real algorithms on simulated ranks and a virtual clock.
 
 `cluster` says what there is, `clock` lets all ranks take turns in one process, `lines` shares what
 leaves and enters a machine among the messages on it, `transport` is what algorithms see of that,

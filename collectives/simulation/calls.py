@@ -1,4 +1,4 @@
-"""One call on simulated ranks, and its comparison; only the lengths of arrays are known."""
+"""One simulated call with its signature check; arrays are lengths without data."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Ranks that take turns in one thread, and a time that passes only as they and the lines say.
+"""Virtual clock: simulated ranks take turns in one thread.
 
 A rank runs until it waits for a message that is not there. Its own time may then be ahead of the
 clock, by what its program has taken since the event that woke it. Only when all ranks wait does the

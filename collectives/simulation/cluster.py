@@ -1,4 +1,4 @@
-"""What is simulated: machines, the lines between them, and what goes wrong there."""
+"""Simulated cluster: machines, links, noise and failures."""
 
 from __future__ import annotations
 

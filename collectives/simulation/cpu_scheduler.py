@@ -1,4 +1,4 @@
-"""Cores that ranks share, where there are more ranks than cores.
+"""Simulated scheduling of more ranks than cores.
 
 A rank holds a core while it runs, and for a while longer when it waits: it polls before it gives
 the core away (`transport.backoff`). What it waits for finds it at once as long as it polls. After

@@ -1,4 +1,4 @@
-"""Buffers of simulated ranks: as on a device, whose loops take virtual time.
+"""Buffers of simulated ranks, whose loops take virtual time.
 
 Algorithms work in NumPy arrays or in a `DeviceBuffer`, whose device does what they ask for by a
 module such as CuPy. Here that module is a rank's processor: it lets time pass, and has NumPy do the

@@ -1,4 +1,4 @@
-"""Bytes on their way: connections between ranks, which share the lines of their nodes.
+"""Simulated network: connections that share the bandwidth of their nodes.
 
 A *connection* takes the messages of one rank to another one, in order, one at a time. All
 connections that have something under way on a *line* get equal shares of its rate; one of several

@@ -1,4 +1,4 @@
-"""What Python takes for an algorithm besides its messages: it runs over messages that take no time.
+"""Python overhead of an algorithm, measured with messages that take no time.
 
 Schedules, slices and scratch cost 5 to 40 us in each call, which no link has and `tune` does not
 measure; where lines are fast and arrays small it is a third of a call. The processor of this

@@ -1,4 +1,4 @@
-"""Run a function on all ranks of a simulated cluster."""
+"""Runs a function on all ranks of a simulated cluster."""
 
 from __future__ import annotations
 

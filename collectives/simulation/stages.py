@@ -1,4 +1,4 @@
-"""The stages inside a node, where the node engine is: a meeting that takes as long as it says.
+"""Simulated intra-node stages, with the node engine's modelled time.
 
 The ranks of a node come when they come; when the last one is there, their buffers are what the
 stage makes of them, and each works for the engine's seconds, those of the closed forms.

@@ -1,4 +1,4 @@
-"""Training steps of many replicas on a virtual clock: who computes how long, who waits for whom.
+"""Simulated training steps of many replicas: compute times and waiting.
 
 Below, a replica is nothing but the seconds that it computes in each step, drawn from a distribution
 with stragglers, and what its gradient takes on the lines. Four ways to train:

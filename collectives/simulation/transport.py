@@ -1,4 +1,4 @@
-"""Messages between simulated ranks: what algorithms see of the clock and the lines.
+"""Transport between simulated ranks.
 
 A message costs both programs some time, when it is started and when its arrival is noticed. One of
 up to `EAGER_BYTES` goes at once, and its memory is free again; a longer one asks first, and goes

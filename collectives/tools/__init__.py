@@ -1,1 +1,1 @@
-"""`python -m collectives`: info, check, bench, tune, each in a file of its name."""
+"""Subcommands of `python -m collectives`, one module each."""

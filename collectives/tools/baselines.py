@@ -1,4 +1,4 @@
-"""What `bench` compares with: the same operation done by others, on the same arrays."""
+"""Peers of `bench`: the same operation by MPI (through mpi4py) and Gloo."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m collectives bench`: how fast one operation is here, and next to its peers.
+"""`python -m collectives bench`: times one operation here and its peers.
 
 Definitions, for S bytes and P ranks:
 

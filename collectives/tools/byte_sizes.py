@@ -1,4 +1,4 @@
-"""Numbers of bytes as people write and read them."""
+"""Parsing and formatting of byte counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m collectives check`: does this cluster compute what it should?
+"""`python -m collectives check`: verifies results and environment of a cluster.
 
 Every operation, with every dtype and op that is defined for it, is held against NumPy in float64;
 then come the things that go wrong on a new cluster: versions that differ between machines, clocks

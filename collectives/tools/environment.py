@@ -1,4 +1,4 @@
-"""What operations stand on: versions, threads, clocks, shared memory, bandwidth.
+"""Environment checks: versions, threads, clocks, shared memory, bandwidth.
 
 Every function is *collective* and returns the same lines on all ranks. `reports` is a communicator
 on which the ranks tell each other what they found, apart from the one that is tested.

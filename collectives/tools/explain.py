@@ -1,4 +1,4 @@
-"""`python -m collectives explain`: how long each algorithm should take, and which one "auto" picks.
+"""`python -m collectives explain`: predicted times, and the algorithm that "auto" selects.
 
 Needs no MPI: it goes by the same links and closed forms as "auto" does.
 """

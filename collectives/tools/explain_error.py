@@ -1,4 +1,4 @@
-"""`python -m collectives errors`: what an error means and what to do, from the page about errors.
+"""`python -m collectives errors`: cause and remedy of an error message.
 
 The page, `docs/errors.md`, is `collectives/errors.md`, too: a link in a checkout, a file where
 the package is installed.

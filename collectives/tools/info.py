@@ -1,4 +1,4 @@
-"""What is installed, what the MPI library can do, who is in the world."""
+"""`python -m collectives info`: installed versions, MPI features and ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Alpha, beta and gamma of the links between some ranks, measured; and how long algorithms take.
+"""Measurement of link costs and of algorithms, for `tune`.
 
 A *step* is what a ring makes of a message: every rank sends to its right neighbour and receives
 from its left one, with all that the programs do for it. A link's alpha and beta follow from steps

@@ -1,4 +1,4 @@
-"""What an operation should give, computed slowly from the inputs of all ranks.
+"""Reference results, computed slowly from the inputs of all ranks.
 
 Every rank can compute every rank's input, so nothing has to be sent to know the right result.
 `check`, `bench` and the tests hold results against this.

@@ -1,4 +1,4 @@
-"""Pictures: of a benchmark, ours and the peers'; of what a call should take on more nodes."""
+"""Plots of benchmarks and of predicted scaling."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m collectives simulate`: what a call takes on machines that are not there.
+"""`python -m collectives simulate`: time of a call on a simulated cluster.
 
 The closed forms of `explain` know how many messages an algorithm sends, and no more. Here the
 algorithms themselves run, each rank a coroutine, on a clock that only messages, lines and loops

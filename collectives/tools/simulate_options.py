@@ -1,4 +1,4 @@
-"""What `python -m collectives simulate` is asked, and what of it makes no sense."""
+"""Options of `simulate`, and their validation."""
 
 from __future__ import annotations
 

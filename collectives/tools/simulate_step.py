@@ -1,4 +1,4 @@
-"""`python -m collectives simulate --step`: how a training step goes on more and more machines."""
+"""`simulate --step`: scaling of a training step over many machines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`timeline`: the timelines of all ranks as one, and who waited for whom.
+"""`python -m collectives timeline`: merges the ranks' timelines and reports who waited.
 
 Of the ranks that make a call, the last to enter it keeps the others waiting, each from when it has
 entered itself.

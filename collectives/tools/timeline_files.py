@@ -1,4 +1,4 @@
-"""What the timelines of ranks say, read from their files, and by which clock.
+"""Reader of timeline files, with clock alignment.
 
 The files (`collectives.tracing.timeline`) have times of their nodes' clocks, and comparisons of
 these with rank 0's (`collectives.operations.timeline_control`). One comparison gives what to add,

@@ -1,4 +1,4 @@
-"""The picture of a timeline: a row for each rank, with what it waited for and did."""
+"""Plot of a timeline, one row per rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""`python -m collectives tune`: measure the links, see whether the cost model holds, keep them.
+"""`python -m collectives tune`: measures the links, validates the cost model, saves both.
 
 After the measurement every algorithm is timed at a few sizes and held against what the model says
 with the new numbers, since they are as good as the picks that follow from them.

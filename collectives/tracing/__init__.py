@@ -1,1 +1,1 @@
-"""What calls did: flight records, status of ranks, timelines, lines of the program."""
+"""Diagnostics of calls: flight records, rank status, timelines and call sites."""

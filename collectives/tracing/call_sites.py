@@ -1,4 +1,4 @@
-"""Where a call comes from: the line of the user's program, through frames of ours.
+"""Call sites: the user's line that made a call, outside of this package.
 
 Errors, the flight recorder and the watch name it. A thread of ours that carries out the calls of
 another one names that one's line.

@@ -1,4 +1,4 @@
-"""What the other ranks of a node last did, for warnings that name who is missing.
+"""Last operation of the other ranks of a node, for timeouts that name the missing rank.
 
 A rank that does not come is busy elsewhere and answers no question. So each rank leaves a note in
 memory that the node shares whenever it enters or leaves an operation: which, in which line of the

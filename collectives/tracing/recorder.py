@@ -1,4 +1,4 @@
-"""A flight recorder: what each communicator did last, written to a file when something goes wrong.
+"""Flight recorder: the last operations of each communicator, written to a file on failure.
 
 Every communicator keeps its last operations in memory: number, operation, op, dtype, shape, root,
 when it began and ended, how, and the line of the program that called it. Each rank writes them as

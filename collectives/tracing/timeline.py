@@ -1,4 +1,4 @@
-"""The timeline of a process: what its threads did when, in a file that Perfetto and Chrome read.
+"""Timeline of one process, in the trace format of Perfetto and Chrome.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What the timeline shows of a group's operations: when each began and ended, and its parts.
+"""Timeline events of a group's operations.
 
 | part | what the rank did |
 | --- | --- |

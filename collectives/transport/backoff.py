@@ -1,4 +1,4 @@
-"""How long anybody waits for other ranks, what it does meanwhile, and what it says in the end.
+"""Waiting for other ranks: spin, yield, sleep, and a warning or timeout in the end.
 
 All waits go the same way. First polls without a pause, for the time in which an answer to a small
 message comes (`POLLS`; the compiled rounds of a node have counts of their own). Then a `Backoff`:

@@ -1,4 +1,4 @@
-"""Where is a rank that does not come? It is asked, by messages of their own, and says so if it can.
+"""Failure detector between nodes: asks a silent rank for its state.
 
 A rank that has waited for a moment asks the one that it waits for. That one keeps the question
 until it has something to tell:

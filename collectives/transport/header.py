@@ -1,4 +1,4 @@
-"""How an array from one rank to another is announced, and travels along if it is short.
+"""Header of a point-to-point message; short arrays travel with it.
 
 ::
 

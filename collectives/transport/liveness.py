@@ -1,4 +1,4 @@
-"""Which ranks of this node have died, or left? Asked without a message, answered by the kernel.
+"""Liveness of the ranks of a node, through file locks that the kernel releases.
 
 Ranks that share memory send nothing to each other, so nobody would tell them that one has gone.
 Each rank of a node holds a POSIX record lock on byte `rank` of one small file. The kernel drops the

@@ -1,4 +1,4 @@
-"""Messages that the receiver has not asked for, among ranks of which some may die.
+"""Mailbox for unsolicited messages, among ranks that may die.
 
 Collective operations know who sends what and when. A service does not: it takes *heads* of unknown
 length from anybody. Long frames follow the head that announces them. The death of a rank is news

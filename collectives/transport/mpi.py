@@ -1,4 +1,4 @@
-"""Messages over MPI: the transport of real jobs.
+"""Transport over MPI.
 
 What MPI reports as errors becomes ours: a dead rank, an array that is too long, a message from a
 thread that MPI was not started for.

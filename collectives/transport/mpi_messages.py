@@ -1,4 +1,4 @@
-"""Messages of MPI, and the private communicator on which they are under way."""
+"""MPI messages on a private communicator."""
 
 from __future__ import annotations
 

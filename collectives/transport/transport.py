@@ -1,4 +1,4 @@
-"""Send and receive one array between two ranks, never waiting without a limit.
+"""Transport interface: send and receive one array, with a deadline.
 
 Algorithms see a `Transport`: two operations that start a message (`start_send`, `start_receive`)
 and one that waits for some of them. A message that has been started holds a reference to its

@@ -1,4 +1,4 @@
-"""Who is left when ranks have died: those that live meet, and go on by themselves.
+"""ULFM: the surviving ranks agree on who is left and form a new communicator.
 
 Only where the MPI library outlives its ranks: Open MPI >= 5 under `mpirun --with-ft ulfm`.
 

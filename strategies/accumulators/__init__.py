@@ -1,4 +1,4 @@
-"""Gradients added up until enough have come: here or on another task."""
+"""Gradient accumulators, local or on another task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of several workers, averaged once there are enough of the current step."""
+"""Conditional accumulators: average the fresh gradients of several workers."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The state machine of an accumulator: gradients come in, a mean goes out when there are enough.
+"""State machine of an accumulator.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Gradients of one variable: what they may be, and their sum as they come."""
+"""Validation and sum of the gradients of one variable."""
 
 from __future__ import annotations
 

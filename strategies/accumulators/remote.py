@@ -1,4 +1,4 @@
-"""Accumulators that are on another task: every attempt is a message there.
+"""Accumulators on another task, by RPC.
 
 `KIND` serves them, and `RemoteAccumulation` is the other end. All parts of an accumulator travel in
 one message.

@@ -1,1 +1,1 @@
-"""Gradients of all ranks become one: in which buckets, when, and weighted by how many rows."""
+"""Gradient averaging over ranks: buckets, overlap and weights."""

@@ -1,4 +1,4 @@
-"""Gradients of several backward passes of one rank, added up until they make a step."""
+"""Gradient accumulation over several backward passes of one rank."""
 
 from __future__ import annotations
 

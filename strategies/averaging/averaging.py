@@ -1,4 +1,4 @@
-"""The gradients of all ranks, averaged: what is alike for arrays, PyTorch and JAX.
+"""Gradient averaging over all ranks, shared by arrays, PyTorch and JAX.
 
 One step is two exchanges. The first is small and precedes the gradients: it finds whether a rank
 refuses, whether parameters have changed, whether the settings of the optimizers are equal, how many

@@ -1,4 +1,4 @@
-"""Let all ranks begin with the parameters and the optimizer state of one."""
+"""Broadcast of parameters and optimizer state from one rank."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of any library, written to their places in buckets."""
+"""Copies of gradients of any library into buckets."""
 
 from __future__ import annotations
 

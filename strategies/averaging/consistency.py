@@ -1,4 +1,4 @@
-"""Do all ranks hold the same numbers? Compared by checksums, and looked into where they differ.
+"""Consistency check: compares parameters of all ranks by checksum.
 
 What has to be equal is told in facts. Every rank makes one hash of all of its facts, and the hashes
 are compared by one small message. Only where they differ the facts themselves are exchanged, and

@@ -1,4 +1,4 @@
-"""Buckets with a place for each dense gradient that any rank has had."""
+"""Gradient buckets with a place for every dense gradient of any rank."""
 
 from __future__ import annotations
 

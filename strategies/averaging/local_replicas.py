@@ -1,4 +1,4 @@
-"""Gradients of several replicas become one update of the variables that they share."""
+"""Reduction of the gradients of several replicas in one process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers of all ranks, averaged for people."""
+"""Metrics averaged over all ranks."""
 
 from __future__ import annotations
 

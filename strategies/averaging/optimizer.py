@@ -1,4 +1,4 @@
-"""An optimizer for arrays whose gradients are first averaged over all ranks."""
+"""`DistributedOptimizer` for arrays: averages gradients, then applies them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How gradients are combined: what a user of `DistributedOptimizer` chooses."""
+"""Options of `DistributedOptimizer`."""
 
 from __future__ import annotations
 

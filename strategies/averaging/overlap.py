@@ -1,4 +1,4 @@
-"""Gradients that are reduced while the backward pass computes others.
+"""Overlap: gradients are reduced while the backward pass computes others.
 
 ::
 

@@ -1,4 +1,4 @@
-"""One parameter, as ranks compare it and as buckets have a place for it."""
+"""Specification of one parameter, compared among ranks and used by buckets."""
 
 from __future__ import annotations
 

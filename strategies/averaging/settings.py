@@ -1,4 +1,4 @@
-"""The checksum of an optimizer's settings, which ranks compare in every step."""
+"""Checksum of an optimizer's settings, compared in every step."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What every rank has to know before any gradient moves: one small exchange of sums."""
+"""Step header: the facts that ranks exchange before gradients move."""
 
 from __future__ import annotations
 

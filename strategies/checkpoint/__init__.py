@@ -1,4 +1,4 @@
-"""Checkpoints: the state of a training as files that are complete or not there.
+"""Checkpoints: training state in files that are complete or absent.
 
 `saver` takes objects as they are: `state_protocols` knows their kinds, `serialization` turns them
 into named arrays and JSON, `restoring` back again. `checkpoint_manager` is for a group of ranks:

@@ -1,4 +1,4 @@
-"""One piece of work at a time, beside the program."""
+"""Background thread for one checkpoint at a time."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Boxes of arrays: which elements of a large array somebody holds, wants or has written.
+"""Boxes: index ranges of arrays that ranks hold, need or have written.
 
 ::
 

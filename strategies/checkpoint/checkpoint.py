@@ -1,4 +1,4 @@
-"""Checkpoints: named arrays in a directory, complete or not there, whenever the process dies.
+"""One checkpoint: named arrays in a directory, written atomically.
 
     run/step-000120/rank-00000.safetensors      what rank 0 has written of the arrays
     run/step-000120/manifest.json               lengths, checksums, metadata (see `manifest`)

@@ -1,4 +1,4 @@
-"""Which checkpoints are in a directory: all of them, the newest, the best.
+"""Listing of the checkpoints in a directory: all, latest, best.
 
 A checkpoint has the name of its step, and is complete if its manifest is in order and all files are
 there at full length. What is incomplete is passed over with a warning in the log. Neither the

@@ -1,4 +1,4 @@
-"""Checkpoints of a group of ranks: one writes, or all do, and all learn the outcome."""
+"""Checkpoint manager: collective saving and restoring with retention."""
 
 from __future__ import annotations
 

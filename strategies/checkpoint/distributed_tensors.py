@@ -1,4 +1,4 @@
-"""Things of which each rank holds a part: slices, and distributed tensors of PyTorch (DTensor).
+"""Sharded values: slices, and PyTorch's DTensor.
 
 FSDP makes the parameters of a module distributed, and so are the states of their optimizer.
 """

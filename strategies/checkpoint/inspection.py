@@ -1,4 +1,4 @@
-"""What people ask of checkpoints: what is in there, is it whole, in what do two of them differ."""
+"""Inspection of checkpoints: contents, integrity and differences."""
 
 from __future__ import annotations
 

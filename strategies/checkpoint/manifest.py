@@ -1,4 +1,4 @@
-"""The manifest of a checkpoint: which slice of a tensor lies in which file, with which checksum.
+"""Manifest of a checkpoint: file, offset and checksum of every slice.
 
 `manifest.json` is written last and is what makes a checkpoint complete. It is a JSON object:
 

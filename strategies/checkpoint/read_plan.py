@@ -1,4 +1,4 @@
-"""What each rank reads of a checkpoint, and how the ranks give each other the rest.
+"""Read plan: which rank reads which slice, and how ranks redistribute them.
 
 Of tensors that all ranks want whole, each rank reads some slices as they lie in the files, and
 gives them to the others, so that all files are read once, by all ranks together. What a rank wants

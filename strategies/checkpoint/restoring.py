@@ -1,4 +1,4 @@
-"""The way back from a checkpoint to the things of a program.
+"""Restoring: from checkpoint contents back to the program's objects.
 
 What can be changed in place is: modules, optimizers, variables, arrays of NumPy and PyTorch. Of
 anything else a new one is made, in the containers and the library of the old one. All is compared

@@ -1,4 +1,4 @@
-"""Which checkpoints stay when a new one has been written."""
+"""Retention policy: which checkpoints are kept."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Save a program's things as they are, and give them back."""
+"""`Saver`: saves and restores the objects of a program."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What a checkpoint holds of the things of a program: named arrays, and the rest as JSON.
+"""Serialization of a program's objects: named arrays, and the rest as JSON.
 
 Nothing is pickled. A thing with a state of its own, such as a module, an optimizer or a generator,
 gives it (`state_protocols`); containers are walked through; arrays get

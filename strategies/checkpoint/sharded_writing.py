@@ -1,4 +1,4 @@
-"""All ranks write one checkpoint: rank 0 leads, the others follow.
+"""Sharded writing: all ranks write one checkpoint, led by rank 0.
 
 ::
 

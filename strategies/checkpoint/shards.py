@@ -1,4 +1,4 @@
-"""One file of a checkpoint, in the format of safetensors: write slices, check and read them.
+"""Shard files in the safetensors format.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What a program may want to save: things with a state of their own, arrays, and containers.
+"""Protocols of objects that can be saved.
 
 A thing with a state of its own, such as a module, an optimizer or a generator, gives it and takes
 it back by its own methods (`KINDS`). Arrays belong to a library; containers are those of Python and

@@ -1,4 +1,4 @@
-"""Where checkpoints are: a directory, or the same behind a URL, asked in one way.
+"""Checkpoint storage: a local directory or a URL.
 
 A `StorageUrl` has what of `Path` is needed here. Files behind it are reached by fsspec: `s3://`, `gs://`,
 `memory://` and so on. `file://` is a directory as any other.

@@ -1,4 +1,4 @@
-"""One checkpoint being written, so that it is there completely or not at all.
+"""Transaction of one checkpoint: committed completely or not at all.
 
 In a directory it is written beside its place, fsynced, and gets its name by one rename::
 

@@ -1,4 +1,4 @@
-"""Which rank writes what of a checkpoint, as pure integers.
+"""Write plan: which rank writes which slice, as pure integers.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Which task a rank is, which devices the tasks have, and what is placed where.
+"""Cluster roles: tasks of ranks, their devices, and placement.
 
 `spec` says which jobs there are, `resolvers` and `slurm` where a specification comes from;
 `cluster` gives each rank its task, and says what the jobs are for. `device_spec` reads the names of

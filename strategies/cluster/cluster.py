@@ -1,4 +1,4 @@
-"""A cluster of the ranks that run: which task each of them is, and which devices it has.
+"""`Cluster`: the task and the devices of every rank.
 
 | job | what its tasks do | how many |
 | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Variables on the ps tasks in turn, everything else on the workers."""
+"""Replica device setter: variables round-robin on ps tasks, the rest on workers."""
 
 from __future__ import annotations
 

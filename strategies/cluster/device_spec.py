@@ -1,4 +1,4 @@
-"""Names of devices: which job, which task of it, which device there."""
+"""Device names: job, task and device."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which GPUs a rank sees, and how much of their memory it takes.
+"""Visible GPUs of a rank, and the limit of their memory.
 
 Ranks of one node share its GPUs. `use_gpus` gives each rank its own, for every library that is told
 by CUDA_VISIBLE_DEVICES; `limit_gpu_memory` bounds what CuPy takes, where ranks share one.

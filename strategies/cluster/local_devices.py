@@ -1,4 +1,4 @@
-"""The devices of one process: which there are, by name, and on which of them a replica works.
+"""Devices of one process, and their assignment to replicas.
 
 | name | NumPy's arrays | CuPy's | PyTorch's | JAX's |
 | --- | --- | --- | --- | --- |

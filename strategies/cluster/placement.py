@@ -1,4 +1,4 @@
-"""The rules by which a thing gets its device.
+"""Placement rules of variables and operations.
 
 1. A device that is named in full is taken as it is.
 2. No job: the task's job is worker, or the only job there is. No job and no task: the default task,

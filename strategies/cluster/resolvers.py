@@ -1,4 +1,4 @@
-"""Where a cluster's specification comes from, and which task of it this process is.
+"""Cluster resolvers: where the cluster specification comes from.
 
 | source | specification | this process |
 | --- | --- | --- |

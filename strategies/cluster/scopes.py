@@ -1,4 +1,4 @@
-"""Where things that are made now belong: blocks that name a device, one inside the other."""
+"""Device scopes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The cluster that a Slurm step is.
+"""Cluster resolver for Slurm steps.
 
 Words: a step has *ranks*, numbered node by node; as many as a node has of them are its tasks. Jobs
 take the ranks in alphabetical order.

@@ -1,4 +1,4 @@
-"""A batch script for Slurm, made for one program, and its submission.
+"""`python -m strategies submit`: writes and submits a batch script for Slurm.
 
 The script does what `slurm/train.sbatch` of the checkout does, without needing the checkout: it
 starts the ranks by `mpirun`, hands signals on to them, and puts the job back into the queue when

@@ -1,4 +1,4 @@
-"""Jobs and their tasks: what a cluster is made of, before any process is asked."""
+"""Cluster specification: jobs and their tasks."""
 
 from __future__ import annotations
 

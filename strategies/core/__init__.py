@@ -1,1 +1,1 @@
-"""What all rooms use: errors, validation, array helpers, nested containers, agreement of ranks."""
+"""Shared by all folders: validation, array helpers, nested containers, agreement of ranks."""

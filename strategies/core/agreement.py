@@ -1,4 +1,4 @@
-"""Turn an error on one rank into an error on all, so that nobody waits for a rank that gave up."""
+"""Agreement of ranks: turns an error on one rank into an error on all."""
 
 from __future__ import annotations
 

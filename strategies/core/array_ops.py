@@ -1,4 +1,4 @@
-"""Arrays of any library: those in host memory as NumPy arrays, others by array-api-compat."""
+"""Array operations for any library: NumPy on the host, array-api-compat elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""File steps that survive a crash: write and fsync, rename and fsync the directory, one writer.
+"""Crash-safe file operations: write, fsync and rename.
 
 The order is always the same: write beside the target, fsync what was written, rename, fsync the
 directory that holds the name. A rename is atomic, so that a reader sees the old or the new state

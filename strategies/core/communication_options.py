@@ -1,4 +1,4 @@
-"""How replicas on different ranks exchange their arrays."""
+"""Options of the exchange among replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums and means of gradients, each an array, `Rows`, or None where there is none.
+"""Sums and means of dense, sparse and missing gradients.
 
 All of them are added in the order in which they come, 16-bit floats as float32
 (`array_ops.arithmetic_dtype`), and a sum is `rounded` once, at its end. Rows are joined; those of

@@ -1,4 +1,4 @@
-"""Memory of gradients, which the C library keeps from step to step.
+"""malloc settings that keep gradient memory between steps.
 
 glibc maps memory of its own for each array beyond a limit that grows to 32 MiB at most, and unmaps
 it when the array is freed. Large gradients are freed in each step; those of the next one then wait

@@ -1,4 +1,4 @@
-"""The processes of a strategy, of which there may be only this one."""
+"""Processes of a strategy; a single process is a group of one."""
 
 from __future__ import annotations
 

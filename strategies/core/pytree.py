@@ -1,4 +1,4 @@
-"""Nested tuples, lists and dicts of arrays: apply a function to every leaf, or name them all."""
+"""Pytrees: map over nested containers of arrays, and name their leaves."""
 
 from __future__ import annotations
 

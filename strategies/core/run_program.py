@@ -1,4 +1,4 @@
-"""Run a program of the user in this process, as `python PROGRAM` would."""
+"""Runs a user's program in this process, as `python PROGRAM` does."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Gradients of large variables of which a step has used a few rows."""
+"""Sparse gradients: the rows of a large variable that a step used."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Files behind URLs, by fsspec, which is optional."""
+"""Files behind URLs, by fsspec."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers and words that users give, checked before they are used."""
+"""Validation of arguments."""
 
 from __future__ import annotations
 

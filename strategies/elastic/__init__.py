@@ -1,4 +1,4 @@
-"""Training that goes on when ranks die, and ends in time when the batch system says so.
+"""Elastic training: survives dead ranks and preemption.
 
 `recovery` repeats the training function on the `surviving_ranks`, from what `elastic_state` keeps
 in memory as `commit_buffers`. `elastic_group` has the ranks that train and those that are spare,

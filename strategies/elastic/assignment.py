@@ -1,4 +1,4 @@
-"""Who trains, who waits in reserve, and who takes the place of a dead rank: pure integers.
+"""Assignment of ranks to training and reserve after a failure, as pure integers.
 
 ::
 

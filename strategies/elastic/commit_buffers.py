@@ -1,4 +1,4 @@
-"""Copies of things in memory: the one that all ranks have, and the one that they are about to have.
+"""Double-buffered in-memory commits.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The ranks of a job that may lose some: those that train, and spare ones; until all are through.
+"""Elastic group: training ranks and spare ranks, until all are done.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What a job goes on from when ranks have died: a copy of its things in the memory of each rank."""
+"""Elastic state: committed in memory on every rank, restored after a failure."""
 
 from __future__ import annotations
 

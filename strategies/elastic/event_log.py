@@ -1,4 +1,4 @@
-"""What happened to a job, one line of JSON for each event: for tests, and for whoever asks later.
+"""Event log of an elastic job: one line of JSON per event.
 
 Where `UNISONO_EVENTS` names a directory, rank 3 writes to `rank-3.jsonl` there, by its number at
 the start of the program; a program that starts again adds to it::

@@ -1,4 +1,4 @@
-"""Faults on purpose, at steps that are known before: for tests of how a job survives them.
+"""Fault injection at given steps, for tests.
 
     UNISONO_FAULT="step=12,rank=2,kind=kill; step=20,rank=0,kind=slow:5" mpirun ...
 

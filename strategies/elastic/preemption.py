@@ -1,4 +1,4 @@
-"""The batch system asks a job to stop: all ranks hear of it, whichever of them got the signal.
+"""Preemption: a stop signal on one rank stops all ranks at the same step.
 
 Ranks that train in step agree at the end of a step, in the few bytes that a session exchanges
 there anyway; no word of it travels in between. Ranks that are not in step, such as tasks of

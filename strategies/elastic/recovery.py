@@ -1,4 +1,4 @@
-"""Train on when ranks die, with those that live, from the last commit.
+"""`run_elastic`: resumes from the last commit when ranks die.
 
     rank 0              rank 1          rank 2                              rank 3 (spare)
     commit 7            commit 7        commit 7                            sleeps

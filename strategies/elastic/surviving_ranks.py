@@ -1,4 +1,4 @@
-"""Go on with the ranks that live, in jobs that outlive their ranks."""
+"""Retries collective calls with the surviving ranks."""
 
 from __future__ import annotations
 

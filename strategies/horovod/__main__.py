@@ -1,4 +1,4 @@
-"""Runs a program for Horovod as it is: what it imports of horovod is what is here.
+"""Runs an unchanged Horovod program with this package in place of horovod.
 
     mpirun -np 4 python -m strategies.horovod train.py ARGUMENTS
     mpirun -np 4 python -m strategies.horovod -m package.train ARGUMENTS

@@ -1,4 +1,4 @@
-"""Gradients of the operations that return new tensors.
+"""Gradients of Horovod's operations for torch.autograd.
 
 Gradients are Horovod's, so that ported programs train as before. In the table g are the gradients
 of the results on P ranks; the factor is relative to the gradient of the sum of all losses:

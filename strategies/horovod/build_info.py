@@ -1,4 +1,4 @@
-"""What Horovod's programs ask about how it was built: there is MPI, and nothing to build."""
+"""Horovod's build queries, such as `mpi_built` and `nccl_built`."""
 
 from __future__ import annotations
 

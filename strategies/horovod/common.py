@@ -1,4 +1,4 @@
-"""What Horovod's names are for every kind of array; `torch`, `jax` and `numpy` add their own."""
+"""Names shared by the `torch`, `jax` and `numpy` modules."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays that travel as 16 bits, by Horovod's names."""
+"""`hvd.Compression`."""
 
 from __future__ import annotations
 

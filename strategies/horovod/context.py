@@ -1,4 +1,4 @@
-"""From `init` to `shutdown`: who takes part, and which process sets there are."""
+"""Horovod's context: `init`, `shutdown` and process sets."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Horovod's names for jobs whose ranks may die: `hvd.elastic.run`, states and a sampler.
+"""`hvd.elastic`: run, states and sampler.
 
 They stand on `strategies.elastic.run_elastic` and `State`, and work where these do: in a job that
 outlives its ranks, Open MPI >= 5 under `mpirun --with-ft ulfm`. No rank comes in from outside, so

@@ -1,4 +1,4 @@
-"""Errors by Horovod's names, for scripts that catch them."""
+"""Exceptions with Horovod's names."""
 
 from __future__ import annotations
 

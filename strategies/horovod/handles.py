@@ -1,4 +1,4 @@
-"""Named calls under way: how one begins, and how its result is waited for."""
+"""Handles of asynchronous named requests."""
 
 from __future__ import annotations
 

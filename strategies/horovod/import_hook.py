@@ -1,4 +1,4 @@
-"""`import horovod.torch`, and the modules that Horovod has below it, mean what is here.
+"""Import hook: `import horovod.torch` returns this package's module.
 
 For programs that are not to be changed, and for libraries that import Horovod by themselves.
 """

@@ -1,4 +1,4 @@
-"""Horovod's names for arrays of JAX: `import strategies.horovod.jax as hvd`.
+"""`import strategies.horovod.jax as hvd`: Horovod's API for JAX arrays.
 
     hvd.init()
     transformation = hvd.DistributedOptimizer(optax.adam(1e-3))

@@ -1,4 +1,4 @@
-"""Horovod's names for arrays of NumPy.
+"""`import strategies.horovod.numpy as hvd`: Horovod's API for NumPy arrays.
 
 import strategies.horovod.numpy as hvd
 

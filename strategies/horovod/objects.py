@@ -1,4 +1,4 @@
-"""Objects and parameters of all ranks, by Horovod's names.
+"""`hvd.broadcast_object`, `broadcast_parameters` and relatives.
 
 These are not found by name: all ranks call them in the same order.
 """

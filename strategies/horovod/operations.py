@@ -1,4 +1,4 @@
-"""Named operations on arrays of any library: as Horovod's, for every door the same.
+"""Named operations on arrays of any library.
 
 Each has a form that returns a `Handle` at once; `synchronize` waits for it. Ranks may make calls in
 any order: those of one `name` belong together, and calls without a name in the order in which they

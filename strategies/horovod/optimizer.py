@@ -1,4 +1,4 @@
-"""`DistributedOptimizer` with Horovod's arguments."""
+"""`hvd.DistributedOptimizer`."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Groups of ranks, by Horovod's names."""
+"""Process sets."""
 
 from __future__ import annotations
 

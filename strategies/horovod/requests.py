@@ -1,4 +1,4 @@
-"""What a named call means: its arguments checked, and described for the other ranks.
+"""Named requests: validated arguments and their description.
 
 Each function returns what `handles.start` calls once the call has its number: so an error of
 this rank is told to the others, and nobody waits for it.

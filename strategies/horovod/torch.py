@@ -1,4 +1,4 @@
-"""Horovod's names for PyTorch: `import strategies.horovod.torch as hvd`.
+"""`import strategies.horovod.torch as hvd`: Horovod's API for PyTorch.
 
     hvd.init()
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())

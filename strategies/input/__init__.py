@@ -1,4 +1,4 @@
-"""From files to batches: queues, readers, threads, and each rank's share.
+"""Input pipelines: queues, readers, threads, and each rank's shard.
 
 To read in this order. `files` opens what is to be read, `records` is the frame of a TFRecord,
 `reader` what all readers share and `readers` one for each format; `csv` turns lines into columns,

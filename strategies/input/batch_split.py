@@ -1,4 +1,4 @@
-"""Cut batches for replicas: who gets how many rows, as integers, and the rows themselves.
+"""Splitting of global batches into per-replica batches.
 
 A batch is an array of shape (n, ...), a *column* of n objects, or a structure of these. A column is
 a list or tuple with an object for each row, such as the text that the default collate function of

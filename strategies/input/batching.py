@@ -1,4 +1,4 @@
-"""Batches from functions that read, and from CSV files: the calls that build a whole pipeline."""
+"""`batch`, `shuffle_batch` and CSV pipelines."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Stopping many threads together, and handing the first exception of any of them to the caller."""
+"""`Coordinator`: stops threads together and raises their first exception."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Batches of the records of files, for whoever may want to read only some of the files."""
+"""Batches of file records, for readers that may need only some files."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Opening what is to be read or written: paths, globs and URLs, compressed or not.
+"""Opening of paths, globs and URLs, with compression.
 
 The contents are not trusted. Whatever is wrong with a file becomes one of the errors of
 `strategies.errors`, with its name; decompression yields no more bytes than were asked for.

@@ -1,4 +1,4 @@
-"""Batches of only some of what a function returns: the `maybe_` relatives of `batch`."""
+"""`maybe_batch` and relatives: batches of filtered elements."""
 
 from __future__ import annotations
 

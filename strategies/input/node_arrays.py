@@ -1,5 +1,4 @@
-"""Data in memory once on each node: read by one rank, sent to one rank of each other node, mapped
-by the rest.
+"""Datasets in memory once per node: read by one rank, mapped by the others.
 
 The memory has no name in any file system; the ranks of a node reach it through `/proc/<pid>/fd`,
 so that nothing is left behind whatever becomes of the job.

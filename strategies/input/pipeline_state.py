@@ -1,4 +1,4 @@
-"""How a pipeline goes on inside an epoch: what it remembers of the batches that were taken.
+"""Position of a pipeline inside an epoch, for resuming.
 
 Threads read ahead of the batches, so where they are is not where the program is. A pipeline whose
 batches come in the same order again, because one thread reads or several do so by turns, and the

@@ -1,4 +1,4 @@
-"""Whole input pipelines: threads that read, a queue that mixes, and an iterable of batches.
+"""Whole input pipelines: reader threads, a shuffling queue, and batches.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Read batches ahead of their use, in a thread."""
+"""`prefetch`: reads batches ahead in a thread."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sources of elements: file names, numbers, or arrays in memory, epoch after epoch.
+"""Input producers: file names, ranges or arrays, epoch after epoch.
 
 `preload` is a function that returns the next elements of data in memory. A producer is a queue and
 a thread that fills it from such a function, for several readers to share.

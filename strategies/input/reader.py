@@ -1,4 +1,4 @@
-"""What all readers have in common: files from a queue, counters, damage, and the position.
+"""Base of all readers: files from a queue, counters, errors and position.
 
 A reader of a format is a generator of (key, value) pairs for one file, inside this bookkeeping. A
 key names the record for people, such as `data/train-0.csv:17`.

@@ -1,4 +1,4 @@
-"""Readers, one for each format: text lines, fixed length, TFRecord, whole files, names alone.
+"""Readers by format: text lines, fixed length, TFRecord, whole files, file names.
 
 They take file names from a queue and return pairs of a key, which says where a record stood, and
 the record. What they have in common is in `reader`.

@@ -1,4 +1,4 @@
-"""TFRecord files: records of bytes, each with its length and two checksums.
+"""TFRecord files: length-prefixed records with checksums.
 
 ::
 

@@ -1,4 +1,4 @@
-"""Threads that read side by side and hand over in the same order each time."""
+"""Parallel reader threads with a deterministic order."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Threads that fill a queue until their source ends."""
+"""`QueueRunner`: threads that fill a queue."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Each record of the input exactly once per epoch, over any number of ranks.
+"""`ShardedInput`: every record exactly once per epoch, over any number of ranks.
 
 The records of an epoch stand in one order, which the seed decides and which is the same on all
 ranks. They are dealt out like cards::

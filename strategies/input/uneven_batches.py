@@ -1,4 +1,4 @@
-"""Ranks that read different amounts take the same number of steps.
+"""Equal step counts for ranks with different amounts of data.
 
 A rank that has run out of rows takes part in a step with none, in code that expects tensors of
 PyTorch on a GPU, say: arrays of 0 rows in the library, the dtype and on the kind of device of the

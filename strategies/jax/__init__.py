@@ -1,1 +1,1 @@
-"""Unisono under JAX: transformations of Optax, also inside of compiled programs."""
+"""JAX support: Optax transformations that work inside compiled programs."""

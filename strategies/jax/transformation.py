@@ -1,4 +1,4 @@
-"""Gradient transformations of Optax that average over the ranks.
+"""Optax transformations that average gradients over ranks.
 
 Inside `jax.jit` there are no elements to send: the compiled program calls back to the host, where
 the gradients are averaged as those of any other library, and goes on with the result. The calls are

@@ -1,4 +1,4 @@
-"""Building blocks of models whose parts are on different ranks.
+"""Model parallelism: layers whose parts are on different ranks.
 
 `blocks` has each operation with the function that takes its gradient back, for arrays of any
 library; `torch` the same for PyTorch's automatic differentiation.

@@ -1,4 +1,4 @@
-"""Operations among ranks that a gradient can go back through, without automatic differentiation.
+"""Collectives paired with their gradients, without automatic differentiation.
 
 Each function carries out an operation, and returns the result together with the function that takes
 the gradient back::

@@ -1,4 +1,4 @@
-"""The building blocks as functions of PyTorch tensors, for its automatic differentiation.
+"""Differentiable collectives for PyTorch.
 
 They take and return what those of `blocks` do, but for the way back, which `backward` takes::
 

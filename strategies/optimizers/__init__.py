@@ -1,4 +1,4 @@
-"""Optimizers for arrays: they change variables in place, given their gradients.
+"""Optimizers for arrays of any library, in place.
 
 A variable is an array of NumPy, CuPy or PyTorch, or an object with a `name` and a `value` that is
 one. In host memory each array is read and written once per step, by a compiled loop; on a device,

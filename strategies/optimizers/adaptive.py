@@ -1,4 +1,4 @@
-"""Optimizers that give each element a rate of its own, by the squares of its gradients."""
+"""Adaptive optimizers: Adagrad, RMSProp, Adam and AdamW."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What all optimizers share: pairs, slots, steps and state."""
+"""Base of all optimizers: gradient pairs, slots, steps and state."""
 
 from __future__ import annotations
 

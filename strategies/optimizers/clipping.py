@@ -1,4 +1,4 @@
-"""Gradients that are too long, made shorter.
+"""Gradient clipping.
 
 All functions take gradients of any library: arrays, `Rows` or None. They return new ones of the
 same kinds and dtypes; what needs no change is returned itself. Rows that are changed come back by

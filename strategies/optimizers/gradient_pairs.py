@@ -1,4 +1,4 @@
-"""Pairs of a gradient and its variable, checked before an optimizer changes anything."""
+"""Validation of (gradient, variable) pairs."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules carried over arrays of JAX: all variables of a step in one compiled program.
+"""Optimizer steps on JAX arrays, in one compiled program.
 
 Importing this module loads JAX, so import it inside the function that needs it.
 """

@@ -1,4 +1,4 @@
-"""Euclidean norms that neither overflow nor vanish on the way, the same wherever an array lies."""
+"""Euclidean norms without overflow, equal for any memory layout."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Rules carried over arrays of host memory in one compiled loop, and sums of squares.
+"""Optimizer steps on host arrays, in one compiled loop.
 
 What is compiled is kept on disk; a rule takes less than a second when it is first used at all, and
 a few milliseconds in later processes.

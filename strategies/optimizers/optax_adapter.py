@@ -1,4 +1,4 @@
-"""Transformations of Optax, any, as optimizers for variables of JAX."""
+"""Optax transformations as optimizers for JAX variables."""
 
 from __future__ import annotations
 

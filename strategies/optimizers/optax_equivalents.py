@@ -1,4 +1,4 @@
-"""Which transformations of Optax take the steps of which optimizers here.
+"""Equivalence table of Optax transformations and optimizers here.
 
 | of Optax | here | only with |
 | --- | --- | --- |

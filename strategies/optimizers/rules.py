@@ -1,4 +1,4 @@
-"""The formulas of the optimizers, each written once, and the loops that carry them over arrays.
+"""Update formulas of the optimizers, each written once.
 
 A *rule* is a function `(value, gradient, *slots, numbers) -> (value, *slots)`: the new variable and
 the new slots from the old ones. It is called with numbers, element by element, in loops that numba

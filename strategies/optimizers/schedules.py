@@ -1,4 +1,4 @@
-"""Learning rates as functions of the step.
+"""Learning rate schedules.
 
 A schedule is a function of the number of steps already made, 0 in the first one; every optimizer
 takes one in place of a number. Those that are made here compute in float64 and hold no state, so

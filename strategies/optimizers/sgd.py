@@ -1,4 +1,4 @@
-"""Optimizers whose steps follow the gradient, or a sum of gradients."""
+"""SGD, momentum (also Nesterov) and LARS."""
 
 from __future__ import annotations
 

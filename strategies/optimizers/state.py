@@ -1,4 +1,4 @@
-"""What a checkpoint keeps of an optimizer, read and checked."""
+"""Optimizer state in checkpoints."""
 
 from __future__ import annotations
 

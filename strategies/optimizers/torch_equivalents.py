@@ -1,4 +1,4 @@
-"""Which optimizers of PyTorch take the steps of which ones here.
+"""Equivalence table of PyTorch optimizers and optimizers here.
 
 | of `torch.optim` | here | only with |
 | --- | --- | --- |

@@ -1,4 +1,4 @@
-"""Variables on ps tasks, workers that push gradients there, and a coordinator that gives work."""
+"""Parameter server: variables on ps tasks, workers that push gradients, a coordinator."""
 
 from strategies.parameter_server.client import ServerStats
 from strategies.parameter_server.coordinator import ClusterCoordinator

@@ -1,4 +1,4 @@
-"""A task's side of the variables on ps tasks: what it asks for, and which versions it has."""
+"""Worker side of the parameter server: requests and known versions."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Calls that wait for a worker, as a state machine without workers.
+"""State machine of scheduled closures.
 
 A *closure* is a call that some worker is to make. It is queued, in flight at a worker, or ended:
 

@@ -1,4 +1,4 @@
-"""One task that says what is computed, and workers that do it, whichever is free.
+"""Cluster coordinator: schedules closures on free workers.
 
 ::
 

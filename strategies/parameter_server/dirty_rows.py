@@ -1,4 +1,4 @@
-"""Which rows of a variable have changed since a version, so that an answer brings only these.
+"""Rows changed since a version, so that a pull returns only those.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The parts of variables that one ps holds: updated, read, and what workers lack of them.
+"""Variable parts stored on one ps task.
 
 All calls come from one thread, the shard's, so that nobody sees half of an update. Inside an
 update, large variables are changed at the same time, by several threads.

@@ -1,4 +1,4 @@
-"""What the replicas of a worker give to be pushed: checked, averaged, in host memory."""
+"""Validation and averaging of a worker's gradients before a push."""
 
 from __future__ import annotations
 

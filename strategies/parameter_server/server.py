@@ -1,4 +1,4 @@
-"""The variables of one ps task, and the updates that workers push to them.
+"""Server side of the parameter server: variables and updates of one ps task.
 
 Requests come in by the service's thread and are worked off by a thread of the shard, one after the
 other, so that what a worker gets is never half of an update. `PartStorage` are what is updated;

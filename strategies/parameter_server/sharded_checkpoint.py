@@ -1,4 +1,4 @@
-"""Checkpoints by parts: each ps saves and loads what it holds, so that nobody needs the whole."""
+"""Sharded checkpoints: each ps task saves and loads its parts."""
 
 from __future__ import annotations
 

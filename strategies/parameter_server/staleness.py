@@ -1,4 +1,4 @@
-"""How old a gradient is, what becomes of it, and who contributed how much.
+"""Staleness policy of pushed gradients, and statistics per worker.
 
 A *version* counts the updates of some variables. A gradient belongs to the version that its worker
 computed with; its *staleness* is the number of updates since then::

@@ -1,4 +1,4 @@
-"""The state of variables on ps tasks as named arrays, and back: for checkpoints.
+"""State of variables on ps tasks as named arrays.
 
 ::
 

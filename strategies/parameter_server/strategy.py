@@ -1,4 +1,4 @@
-"""Variables live on ps tasks; workers compute gradients and push them there.
+"""`ParameterServerStrategy`: asynchronous training with variables on ps tasks.
 
 ::
 

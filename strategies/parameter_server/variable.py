@@ -1,4 +1,4 @@
-"""Variables on ps tasks: in how many parts, on which task each of them is, and the copies of them.
+"""Variables on ps tasks: parts, placement and cached copies.
 
 A variable is one *part* on one task, or is cut along its first axis as `variables.partition` says.
 Workers compute with copies.

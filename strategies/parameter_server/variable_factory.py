@@ -1,4 +1,4 @@
-"""How a variable on ps tasks is made: what its maker says, and what each ps gets of it.
+"""Creation of variables on ps tasks.
 
 ::
 

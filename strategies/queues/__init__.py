@@ -1,4 +1,4 @@
-"""Queues of typed elements: four kinds, one state machine, here or on another task."""
+"""Queues of typed elements, local or on another task."""
 
 from __future__ import annotations
 

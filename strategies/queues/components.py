@@ -1,4 +1,4 @@
-"""What a queue element consists of: dtypes, shapes, names, and the check of values on entry."""
+"""Components of a queue element: dtypes, shapes, names, and their validation."""
 
 from __future__ import annotations
 

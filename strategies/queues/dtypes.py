@@ -1,4 +1,4 @@
-"""One value of a queue element: what dtypes there are, and conversion without changing meaning."""
+"""Dtypes of queue elements, and lossless conversion."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The event-driven heart of every queue: attempts that wait for rows or for room.
+"""State machine of a queue: pending enqueues and dequeues.
 
 Each side of a queue has a line of *attempts*: enqueues and plain closes on one, dequeues on the
 other. Only the head of a line runs. After any change the engine lets the two heads work in turn

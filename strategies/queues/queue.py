@@ -1,4 +1,4 @@
-"""What all queues have in common: the blocking operations, over the state machine of `engine`."""
+"""Base of all queues: blocking operations over the state machine."""
 
 from __future__ import annotations
 

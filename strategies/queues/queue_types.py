@@ -1,4 +1,4 @@
-"""Queues of array tuples between threads: first in first out, shuffled, padded, by priority.
+"""FIFO, shuffling, padding and priority queues.
 
 Elements are checked and copied on entry, so that a caller may reuse its arrays, and belong to the
 taker when they leave. Waiting, closing and deadlines follow one state machine, see `engine`.

@@ -1,4 +1,4 @@
-"""Queues that several tasks use: each of them by the same call, on whichever task the queue is.
+"""Queues shared by several tasks.
 
 `shared_queue` makes one or finds it. On other tasks than its own it has a `RemoteEngine`, which
 sends every attempt there, where the functions at the end submit it to the engine of the queue.

@@ -1,4 +1,4 @@
-"""One line of file names, or of numbers, for all ranks: whoever is free takes the next one."""
+"""Shared queues of file names or numbers, from which free ranks take the next."""
 
 from __future__ import annotations
 

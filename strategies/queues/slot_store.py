@@ -1,4 +1,4 @@
-"""Rows that stay where they are until they leave, in an order that is not that of arrival."""
+"""Row storage for shuffling and priority queues."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Where a queue keeps its rows: growing arrays, so that batches are copied as wholes.
+"""Row storage for FIFO queues: growing arrays, dequeued as whole batches.
 
 A *row* is one element of a queue, a tuple of components; *columns* are several rows, one array per
 component whose first dimension counts the rows. Everything that is put in is copied, everything

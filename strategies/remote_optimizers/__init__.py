@@ -1,1 +1,1 @@
-"""Wrapped optimizers of models whose parameters a strategy updates elsewhere."""
+"""Wrapped optimizers whose steps run on another task."""

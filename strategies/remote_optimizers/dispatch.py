@@ -1,4 +1,4 @@
-"""What a strategy does for an optimizer of any kind: say who averages, or make the steps itself."""
+"""Dispatch of a wrapped optimizer: average here, or let the strategy update."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Transformations of Optax whose steps a strategy makes elsewhere.
+"""Optax transformations whose steps a strategy runs elsewhere.
 
 Inside `jax.jit` the program calls back to the host, in its order, as `strategies.jax` does.
 """

@@ -1,4 +1,4 @@
-"""What a strategy that makes steps elsewhere takes over from a model, and what it gives back.
+"""Exchange of parameters between a model and the strategy that updates them.
 
 ::
 

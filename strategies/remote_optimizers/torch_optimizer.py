@@ -1,4 +1,4 @@
-"""Optimizers of PyTorch whose steps a strategy makes elsewhere."""
+"""PyTorch optimizers whose steps a strategy runs elsewhere."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The copies of a model in this process: whose code runs, what they hold, and how they meet."""
+"""Replicas of a model in one process: contexts, variables and synchronization."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose code runs in this thread: a strategy's scope, one of its replicas, or neither."""
+"""Replica and cross-replica contexts."""
 
 from __future__ import annotations
 

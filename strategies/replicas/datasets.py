@@ -1,4 +1,4 @@
-"""Batches for replicas: cut out of global ones, or read by every process for its own."""
+"""Distributed datasets: per-replica batches."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""The array that one replica has of a variable, of whatever library."""
+"""One replica's array of a variable, of any library."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Numbers that replicas add to while they run, and that are put together when somebody asks."""
+"""Metrics accumulated by replicas and merged on request."""
 
 from __future__ import annotations
 

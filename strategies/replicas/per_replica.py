@@ -1,4 +1,4 @@
-"""One value for each replica of this process."""
+"""`PerReplica`: one value per replica of this process."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Sums, means and joins over all replicas: first those of a process, then over the ranks."""
+"""Reductions over replicas: within the process, then over ranks."""
 
 from __future__ import annotations
 

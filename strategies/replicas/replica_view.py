@@ -1,4 +1,4 @@
-"""Copies in host memory of what is kept on another task, as the replicas here see them."""
+"""Host copies of remote variables, as replicas see them."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""One call of `strategy.run`: replicas that compute, meet, and end together.
+"""`strategy.run`: replicas that compute, synchronize and finish together.
 
 With one replica in this process the function is called as it is. With several, the first one
 computes in the thread that called `run`, each other one in a thread of its own. The first holds

@@ -1,4 +1,4 @@
-"""In which modes of its libraries a thread computes, carried over to others.
+"""Library modes of a thread (such as no_grad), carried to replica threads.
 
 NumPy 2 and this package keep theirs in context variables, of which a thread gets a copy. NumPy 1,
 PyTorch and JAX keep theirs for each thread.

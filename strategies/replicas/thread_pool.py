@@ -1,4 +1,4 @@
-"""Threads that replicas run in, kept for the next run.
+"""Replica threads, kept between runs.
 
 A new thread would begin with nothing of what PyTorch and the libraries below it keep for each: two
 replicas of a perceptron took 30 ms for a step in new threads and 20 in old ones.

@@ -1,4 +1,4 @@
-"""A named array that training changes, on all replicas alike or on each for itself."""
+"""`Variable`: a named array, mirrored or local per replica."""
 
 from __future__ import annotations
 

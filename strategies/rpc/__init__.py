@@ -1,4 +1,4 @@
-"""Remote procedure calls among tasks: named resources, services, functions and locks."""
+"""Remote procedure calls among tasks: services, functions, named resources and locks."""
 
 from __future__ import annotations
 

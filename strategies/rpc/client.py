@@ -1,4 +1,4 @@
-"""What a task has asked others for and not been answered yet."""
+"""Pending requests of this task."""
 
 from __future__ import annotations
 

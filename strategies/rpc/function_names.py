@@ -1,4 +1,4 @@
-"""Functions by name, so that another task can import the same."""
+"""Functions by qualified name, importable on another task."""
 
 from __future__ import annotations
 

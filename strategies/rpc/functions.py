@@ -1,4 +1,4 @@
-"""Run functions on tasks."""
+"""Remote functions: run a function on another task."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What tasks say to each other: a fixed header, bounded metadata, and raw frames.
+"""Wire format of RPC messages: header, bounded metadata, raw frames.
 
 ::
 

@@ -1,4 +1,4 @@
-"""The thread by which a task exchanges messages with all others.
+"""Message loop: the thread that exchanges messages with all other tasks.
 
 It takes requests of other tasks, which it hands to what serves them, and answers to its own, which
 it hands to whoever waits. It ends when all tasks have left.

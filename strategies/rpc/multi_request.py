@@ -1,4 +1,4 @@
-"""Ask several tasks at once, and wait for all answers no longer than until a deadline."""
+"""Requests to several tasks with a common deadline."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A lock that lives on a task: of all threads of all tasks, one at a time has it.
+"""Distributed mutex.
 
 Whoever wants it stands in a line there, by a request that stays open as long as it stands in the
 line or has the lock: when its task dies, the request ends, and the next one gets the lock::

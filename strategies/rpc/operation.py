@@ -1,4 +1,4 @@
-"""Operations that may have to wait, each a thing of its own, so that waiting needs no thread.
+"""Operations that may wait, as state machines that need no thread.
 
 An attempt is submitted to the thing that it concerns. Where that is on this task, it is an engine
 such as that of a queue, which finishes the attempt in whichever thread makes that possible. Where

@@ -1,4 +1,4 @@
-"""A few threads for what others ask of this process, so that the one that takes messages need not.
+"""Thread pool for incoming requests.
 
 Threads begin when there is work, and end by themselves when there has been none for a while.
 """

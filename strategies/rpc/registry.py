@@ -1,4 +1,4 @@
-"""Named things on one task: containers of them, and which kinds there are.
+"""Named resources of one task, in containers.
 
 A *container* is a set of names; "" is the default one. Whoever asks for a name first makes the
 thing, everyone else finds it, and must have meant the same.

@@ -1,4 +1,4 @@
-"""A task's program as a server of the others: it ends when those that train are done."""
+"""`Server`: serves other tasks until the training tasks are done."""
 
 from __future__ import annotations
 

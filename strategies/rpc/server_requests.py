@@ -1,4 +1,4 @@
-"""Requests of other tasks that this one has not finished: who asked, and how to end it."""
+"""Unfinished requests of other tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Named things that live on one task and are used from all of them.
+"""`Service`: named resources of one task, used by all tasks.
 
 A *task* is a rank of the communicator on which the service was opened. One thread of each task
 serves the others. A request that cannot be answered yet is kept by the thing that it concerns, as

@@ -1,4 +1,4 @@
-"""What the environment says of waits and threads, and who need not keep to it."""
+"""Settings of waits and thread counts."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays, numbers, text and structures of them as raw frames, and back; nothing read can run code.
+"""Encoding of arrays and structures as raw frames; decoding runs no code.
 
 ::
 

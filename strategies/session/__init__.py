@@ -1,4 +1,4 @@
-"""The loop of a training, from its beginning or its last checkpoint to its end.
+"""Training sessions: the training loop with hooks, checkpoints and metrics.
 
 `session` runs the steps; `hooks` and `metrics_hook` run around them. After each step the ranks
 exchange `votes`, and `stop_control` says what follows. `session_state` is what a session saves and

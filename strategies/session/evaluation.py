@@ -1,4 +1,4 @@
-"""Every new checkpoint of a directory is scored once, by a task of its own or between two steps."""
+"""Evaluation of every new checkpoint, by a separate task or between steps."""
 
 from __future__ import annotations
 

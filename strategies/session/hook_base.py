@@ -1,4 +1,4 @@
-"""What a hook of a session may do and ask, and when something is due; `hooks` has those of ours."""
+"""`Hook` interface and triggers."""
 
 from __future__ import annotations
 

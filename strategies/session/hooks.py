@@ -1,4 +1,4 @@
-"""What happens around the steps of a session, beside the training itself.
+"""Built-in hooks of a session.
 
 A session calls its hooks in the order of the table, whatever order they are given in; hooks of
 one's own come between those that look at values and those that write, unless they say otherwise.

@@ -1,4 +1,4 @@
-"""What a session tells people while it runs: the hook of metrics, TensorBoard and progress."""
+"""Hook for metrics, TensorBoard and progress."""
 
 from __future__ import annotations
 

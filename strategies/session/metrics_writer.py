@@ -1,4 +1,4 @@
-"""What a run tells people: metrics as JSON lines, a picture of the loss, a line of progress."""
+"""Metrics writer: JSON lines, a loss plot and a progress line."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A session carries a training loop from its beginning, or its last checkpoint, to its end.
+"""`TrainingSession`: runs a training loop from its start or last checkpoint.
 
 ::
 

@@ -1,4 +1,4 @@
-"""What a session keeps: files, by all its ranks or the chief alone, and commits in memory."""
+"""State of a session: checkpoints by all ranks or the chief, and in-memory commits."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""When a session saves, stops and leaves: what its ranks want after a step, agreed on by all.
+"""Stop control: ranks agree on when to save, stop and exit.
 
 ::
 

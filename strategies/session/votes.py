@@ -1,4 +1,4 @@
-"""What ranks in step want at the end of a step, which all of them then do.
+"""Votes of all ranks at the end of a step.
 
 One all-reduce of five integers settles all of it: whether to stop, to save, to leave because the
 batch system has asked, or that a hook has failed on a rank. Nothing else is exchanged in a step.

@@ -1,4 +1,4 @@
-"""Synchronous training that does not wait for the slowest replicas."""
+"""Synchronous training with spare replicas (backup workers)."""
 
 from strategies.spare_replica.steps import StepReport
 from strategies.spare_replica.strategy import SpareReplicaStrategy

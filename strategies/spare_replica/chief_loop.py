@@ -1,4 +1,4 @@
-"""What the chief of spare replicas does: wait for enough gradients, update, publish."""
+"""Chief loop: collects enough gradients, updates, publishes."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""An optimizer for each variable, as one: what a chief updates the parameters of a model by."""
+"""One optimizer per variable behind a single interface."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Steps that are made of some of the workers' gradients: what each worker does, and the chief."""
+"""Steps of workers and chief with spare replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Synchronous training that does not wait for the slowest replicas."""
+"""`SpareReplicaStrategy`: synchronous training that skips the slowest replicas."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whose turn it is when several workers make steps together: tokens, handed out by the chief.
+"""Token queue: the chief grants steps to workers.
 
 A step ends when the chief has averaged enough gradients and changed the variables. It then
 *publishes* the new step with the values. A worker that has delivered its gradient waits for its

@@ -1,1 +1,1 @@
-"""The base of all strategies, and those that keep every replica in step."""
+"""Strategy base class, and the synchronous strategies."""

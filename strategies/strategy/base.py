@@ -1,4 +1,4 @@
-"""What all strategies share: the scope, the two contexts, and the surface of a training loop.
+"""`Strategy`: scope, contexts and the interface of a training loop.
 
 A *strategy* keeps the replicas of a model in step. Code runs in one of two contexts: the
 *cross-replica* context, in which the loop is written, and the *replica* context, inside

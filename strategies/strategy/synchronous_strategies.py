@@ -1,4 +1,4 @@
-"""Strategies whose replicas compute together and update together, and which one holds where.
+"""Mirrored, multi-worker mirrored and central-storage strategies.
 
 One replica (default, one device), several on a machine (mirrored) or on many (multi-worker), and
 variables that one rank updates for all (central storage).

@@ -1,8 +1,7 @@
-"""Unisono under PyTorch: its optimizers, wrapped, a backend of torch.distributed, and what else a
-training loop needs.
+"""PyTorch support: wrapped optimizers, a torch.distributed backend, and samplers.
 
-Importing this makes "unisono" a backend of torch.distributed; where the project is installed,
-importing PyTorch does so, too.
+Importing this module registers the backend "unisono" with torch.distributed. If the package is
+installed, importing PyTorch registers it as well.
 """
 
 from __future__ import annotations

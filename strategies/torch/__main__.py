@@ -1,4 +1,4 @@
-"""Runs a program that asks the variables of torchrun for its rank.
+"""`python -m strategies.torch`: runs a program with torchrun's variables set.
 
     mpirun -np 4 python -m strategies.torch train.py ARGUMENTS
     mpirun -np 4 python -m strategies.torch -m package.train ARGUMENTS

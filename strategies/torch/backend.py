@@ -1,4 +1,4 @@
-"""A backend of torch.distributed: its process groups, over communicators.
+"""torch.distributed backend: process groups over communicators.
 
     torch.distributed.init_process_group("unisono")
 

@@ -1,4 +1,4 @@
-"""Backward passes of PyTorch: how many there were, and gradients that are reduced meanwhile.
+"""Backward hooks: count passes and reduce gradients during the backward pass.
 
 Every parameter has a hook that autograd calls when its gradient is complete::
 

@@ -1,4 +1,4 @@
-"""DDP of PyTorch over this backend: a communication hook; going on after an error."""
+"""DDP support: a communication hook, and recovery after an error."""
 
 # Without `from __future__ import annotations`: DDP looks at those of a hook.
 from typing import Any, NamedTuple

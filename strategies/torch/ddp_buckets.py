@@ -1,4 +1,4 @@
-"""Buckets of DDP, moved to where all ranks of the node reduce them in place.
+"""DDP buckets moved to node-shared memory and reduced in place.
 
 DDP makes buckets of its own, and gives each to `allreduce` again and again, but for the one of the
 first backward pass. Before the second one it tells its ranks of the last buckets; some models have

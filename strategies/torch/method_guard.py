@@ -1,4 +1,4 @@
-"""A guard for methods of a wrapped optimizer that step, beside `step` itself.
+"""Guard for optimizer methods that must not bypass the wrapped `step`.
 
 Sharpness-aware optimizers step in methods of their own (`first_step`, `second_step`), which do not
 average gradients. A method that changes parameters between a backward pass and the next average

@@ -1,4 +1,4 @@
-"""What the operations of torch.distributed do with tensors, by those of a communicator.
+"""Operations of torch.distributed by those of a communicator.
 
 Several tensors of one call take one way between nodes, where each way of its own costs its messages
 (64 of 4 KiB, 2 nodes of one rank: all-reduce 470 us where one after the other take 674, all-gather

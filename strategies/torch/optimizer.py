@@ -1,4 +1,4 @@
-"""Optimizers of PyTorch whose steps apply the gradients of all ranks.
+"""`DistributedOptimizer` for PyTorch.
 
 What `.grad` holds::
 

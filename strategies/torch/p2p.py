@@ -1,4 +1,4 @@
-"""Tensors from one rank to another, as jobs of `strategies.torch.work.PendingWork`."""
+"""Point-to-point operations of the torch.distributed backend."""
 
 from __future__ import annotations
 

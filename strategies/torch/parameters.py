@@ -1,4 +1,4 @@
-"""Parameters of an optimizer of PyTorch: which they are, their names, and what ranks compare."""
+"""Parameters of a PyTorch optimizer: names, and facts compared among ranks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How processes that MPI has started find each other for torch.distributed: they have already."""
+"""Rendezvous of torch.distributed over MPI."""
 
 from __future__ import annotations
 

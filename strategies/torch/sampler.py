@@ -1,4 +1,4 @@
-"""Which rows of a dataset of PyTorch a rank takes: each row once per epoch, on one rank."""
+"""`ShardedSampler`: every row once per epoch, on one rank."""
 
 from __future__ import annotations
 

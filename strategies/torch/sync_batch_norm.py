@@ -1,4 +1,4 @@
-"""Batch normalisation over the rows of all ranks.
+"""`SyncBatchNorm`: batch normalization over the rows of all ranks.
 
 Each rank counts its numbers per channel, and takes their mean and the sum of their squared
 distances from it. These are joined, and every rank combines them in the order of the ranks::

@@ -1,4 +1,4 @@
-"""Tensors of PyTorch, seen as arrays whose elements lie in order in host memory."""
+"""Contiguous host views of PyTorch tensors."""
 
 from __future__ import annotations
 

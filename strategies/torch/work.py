@@ -1,4 +1,4 @@
-"""What torch.distributed gets back from an operation: done, or under way.
+"""`Work` objects of the torch.distributed backend.
 
 PyTorch asks a `Work` for two things, also from C++: to wait, and for a future. What becomes of an
 error::

@@ -1,4 +1,4 @@
-"""The operations of one process group, one after the other, by whichever thread may.
+"""Work queue of a process group: operations in order, by any thread.
 
 What has to be complete when it returns is carried out by the thread that calls, unless others are
 in line; then it stands in line, too. What is asynchronous stands in line, and a thread carries it

@@ -1,4 +1,4 @@
-"""One program for all devices of JAX in a process: `TPUStrategy`."""
+"""`TPUStrategy`: one program for all JAX devices of a process."""
 
 from __future__ import annotations
 

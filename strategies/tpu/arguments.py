@@ -1,4 +1,4 @@
-"""The arguments of a call as a program for all devices of this process takes them.
+"""Arguments of a call, sharded over the devices of this process.
 
 What is different for each replica is one array, of which every device has a part; what is the same
 for all is an array that every device has a copy of. The rest is a constant of the program.

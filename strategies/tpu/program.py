@@ -1,4 +1,4 @@
-"""A function compiled for all devices of this process, and run with its meetings.
+"""Compiled program for all devices of this process.
 
 Where there are several processes, a program ends where its replicas meet those of the others, and
 the next one begins anew with what came of it; XLA leaves out what is not needed any more.

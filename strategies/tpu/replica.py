@@ -1,4 +1,4 @@
-"""A replica while JAX traces the function that all replicas of a process run.
+"""Replica context during JAX tracing.
 
 There is one trace for all: what differs between replicas are traced arrays, and the number of a
 replica is one, too. What a function does to variables is written down and done on the host after

@@ -1,4 +1,4 @@
-"""Synchronous training on the devices of JAX, of one process or many.
+"""Synchronous training on JAX devices of one or many processes.
 
 A function that replicas run is compiled once, for all devices of its process: replicas are places
 in one program, not threads. What JAX cannot compile runs as under the other strategies, a thread

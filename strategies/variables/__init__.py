@@ -1,4 +1,4 @@
-"""Variables that live on tasks, whole or in parts, read and updated from all tasks."""
+"""Variables on tasks, whole or partitioned, readable and updatable by all tasks."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Arrays that callers give: of whatever library, in memory that may be theirs."""
+"""Arrays given by callers, of any library, copied where necessary."""
 
 from __future__ import annotations
 

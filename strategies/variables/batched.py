@@ -1,4 +1,4 @@
-"""Several variables read or updated together: one message to each task."""
+"""Batched reads and updates: one message per task."""
 
 from __future__ import annotations
 

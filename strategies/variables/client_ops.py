@@ -1,4 +1,4 @@
-"""What can be done with a variable on tasks, by callers anywhere: whole, or in parts.
+"""Client operations on whole or partitioned variables.
 
 An operation is divided into an `VariableRequest` for each part that it concerns, and what comes of
 these is put together again.

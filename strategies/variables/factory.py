@@ -1,4 +1,4 @@
-"""Make or find variables on tasks: every task by the same call, whichever task they are on."""
+"""`shared_variable`: creates or finds a variable on tasks."""
 
 from __future__ import annotations
 

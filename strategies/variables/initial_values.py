@@ -1,4 +1,4 @@
-"""First values that an initializer makes, of a variable in parts: each part where it will live.
+"""Initial values of partitioned variables, computed on their tasks.
 
 An initializer that another task can import, such as those of `initializers`, is called there: only
 its name travels. Any other one is called by the task that makes the variable, part by part.

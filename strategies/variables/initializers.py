@@ -1,4 +1,4 @@
-"""First values of variables, made part by part: the whole need not fit into any memory.
+"""Initializers that produce any part of a variable.
 
 An *initializer* is a function `(first, last, shape, dtype) -> rows first .. last - 1` of a variable
 of that shape. Those of this module give the same numbers however the variable is cut: random ones

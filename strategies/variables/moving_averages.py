@@ -1,4 +1,4 @@
-"""Moving averages of variables, with which a model is often better than with their last values."""
+"""Exponential moving averages of variables."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""How many parts a variable has along which axis, and which rows lie in which part.
+"""Partitioners: number of parts, axis, and rows of each part.
 
 A *partitioner* is a function from shape and dtype to one number of parts per axis, at most one of
 them above 1. Parts differ by one row at most, the longer ones first: 10 rows in 4 parts are 3, 3,

@@ -1,4 +1,4 @@
-"""Requests of other tasks that concern variables: they wait for values, then for a thread.
+"""Request handler of variables: waits for values and dispatches to threads.
 
 Short actions are performed at once, by the thread that takes messages, if nobody holds a lock that
 they need. All others are left to a few threads, so that this one stays free, and so that different

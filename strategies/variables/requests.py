@@ -1,4 +1,4 @@
-"""What callers ask of variables on tasks, and what they get: one message to each task.
+"""Requests and results of variable operations.
 
 An `VariableRequest` says what is to be done with one variable; `perform` does it, here and
 elsewhere.

@@ -1,4 +1,4 @@
-"""What can be done with a variable at the task where it lives, for callers there and elsewhere.
+"""Server operations on a variable stored here.
 
 An *action* gets the variable, whose lock is held, the arrays of the caller and options, and returns
 facts and arrays. Nothing has changed if it raises an error.

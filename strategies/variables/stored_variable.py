@@ -1,4 +1,4 @@
-"""A variable at the task where it lives: value, version and the optimizer with its slots.
+"""Stored variable: value, version, and optimizer with slots.
 
 A value that somebody reads never changes under them: whoever reads gets a view, and the next update
 goes to other memory if a view is still held, else to the same. So a read costs no copy, an update

@@ -1,4 +1,4 @@
-"""Variables that live on tasks, whole or in parts, and are read and updated from all of them."""
+"""Variable handle: a whole or partitioned variable on tasks."""
 
 from __future__ import annotations
 

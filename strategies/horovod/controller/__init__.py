@@ -1,1 +1,1 @@
-"""Horovod's controller: which requests all ranks have submitted, and in which order they run."""
+"""Horovod's controller: orders the named requests of all ranks."""

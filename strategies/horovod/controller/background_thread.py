@@ -1,4 +1,4 @@
-"""A thread that takes part in rounds while the program waits for none of its calls."""
+"""Background thread that negotiates while the program computes."""
 
 from __future__ import annotations
 

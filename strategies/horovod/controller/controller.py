@@ -1,4 +1,4 @@
-"""Find out which named calls all ranks have made, and carry these out in one order.
+"""Controller: negotiates named requests and executes them in one order.
 
 Ranks may make calls in any order. They meet in *rounds*. In a round every rank brings one byte for
 each call that has been made before, and the smallest byte of all ranks is taken::

@@ -1,4 +1,4 @@
-"""Carry out calls that all ranks are ready for, in one order.
+"""Execution of requests that are ready on all ranks.
 
 All-reductions of one op are made together, by one call for many arrays. What a rank has that has
 joined (`hvd.join`) changes no result: zeros for a sum, the largest number for a minimum, no rows.

@@ -1,4 +1,4 @@
-"""Names in use: those of calls that the program has not seen completed.
+"""Names of pending requests.
 
 A name is free again after `synchronize`, or after a `poll` that returns True. A program that drops
 the handle can call neither: the name is then free when the call is complete and the program has

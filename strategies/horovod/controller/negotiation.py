@@ -1,4 +1,4 @@
-"""What all ranks know alike of named calls, since they change it only by what all have heard.
+"""Replicated negotiation state: which named requests are ready on which ranks.
 
 In a round every rank may tell *news*: that it has made a call, that one has waited for too long,
 that it has no more data, that it leaves. All ranks hear the news of all of them, and so come to the

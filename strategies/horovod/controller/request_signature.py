@@ -1,4 +1,4 @@
-"""What ranks tell each other about a call before it is carried out, and how errors put it.
+"""Signature of a named request, and error texts for ranks that differ.
 
 A call is found on the other ranks by its *key*: its name, or the number of a call without one. What
 it means is its *description*, which has to be the same everywhere.

@@ -1,4 +1,4 @@
-"""Calls that all ranks know by a small number, so that one byte says that a rank is ready.
+"""Response cache: known requests by number, so that readiness is one byte.
 
 All ranks hold the same table, since they change it only by what all of them were told::
 

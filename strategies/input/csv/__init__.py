@@ -1,4 +1,4 @@
-"""Records of CSV files as tensors: lines joined to records, and decoded."""
+"""CSV records as tensors: record splitting and decoding."""
 
 from strategies.input.csv.parser import decode_csv
 

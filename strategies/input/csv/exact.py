@@ -1,4 +1,4 @@
-"""CSV text to values, exactly: what a field is, what is missing, and what is wrong, by the rules.
+"""Exact CSV decoding rules: fields, defaults and errors.
 
 A batch is decoded column by column; only when something does not fit, record by record, to tell
 which is the first.

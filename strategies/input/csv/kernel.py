@@ -1,4 +1,4 @@
-"""The compiled loop of `decode_csv`: bytes of many records to numbers, without the interpreter.
+"""Compiled loop of `decode_csv`.
 
 It knows only plain decimal numbers. A record with anything else (quotes, spaces, empty fields, nan,
 more digits than a float64 holds exactly, too many or too few fields) is reported as *odd* and left

@@ -1,4 +1,4 @@
-"""CSV text to arrays, one per column.
+"""`decode_csv`: one array per column.
 
 Whole batches of plain numbers take a compiled loop (`kernel`); every row in which that loop
 finds anything else is decoded by `exact`, so that results and errors are the same.

@@ -1,4 +1,4 @@
-"""Join the lines of CSV files to records: a quoted field may contain line ends.
+"""Record splitting: quoted fields may contain line ends.
 
 ::
 
