@@ -41,22 +41,21 @@ _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 
 def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> Communicator:
-    """Make a communicator of an `mpi4py.MPI.Comm`, which stays the caller's own.
+    """Create a communicator from an `mpi4py.MPI.Comm`, which remains the caller's.
 
-    *Collective*: every rank of `comm`. The two share no message, so calls of MPI's own on `comm`
-    may come between; `comm` may be freed afterwards. Where `init` was not called, nothing ends the
-    job on an uncaught exception, and who waits for a rank of another node that has ended its
-    program finds out by the limit.
+    *Collective*: every rank of `comm`. The two communicators share no messages: MPI calls on `comm`
+    may run in between, and `comm` may be freed afterwards. Without `init`, an uncaught exception
+    does not abort the job, and a rank of another node that has exited is detected by the timeout.
 
     Args:
-        comm: of the processes of one group.
-        configuration: the settings; from the environment if None.
+        comm: an intracommunicator.
+        configuration: settings; None reads them from the environment.
 
     Raises:
         LaunchError: settings that must be equal differ; on all ranks.
-        TypeError: `comm` is not one of mpi4py.
-        ValueError: `comm` is of two groups, or of none; or what rank 0 knows of the links cannot be
-            read, on all ranks.
+        TypeError: `comm` is not a communicator of mpi4py.
+        ValueError: `comm` is an intercommunicator or null; or rank 0 cannot read its file of
+            measured links, on all ranks.
 
     Example:
         >>> from mpi4py import MPI
@@ -94,11 +93,10 @@ def open_communicators() -> list[Communicator]:
 
 
 class _Operation(Generic[P, R]):
-    """A method that is a function of the communicator's group.
+    """Descriptor: a function of a `Group` as a method of `Communicator`.
 
-    The bound method is stored in the communicator at its first use. From then on a call looks it up
-    there, and costs no frame more than a call of the function: a method that calls it would add
-    0.3 us to calls of 2 us.
+    The first access stores the bound method in the communicator's `__dict__`, where later accesses
+    find it. So a call has no extra Python frame, which would add 0.3 us to calls of 2 us.
     """
 
     def __init__(self, function: Callable[Concatenate[Any, P], R]) -> None:
@@ -123,25 +121,25 @@ class _Operation(Generic[P, R]):
 def _operation(
     function: Callable[Concatenate[Group, P], R],
 ) -> Callable[Concatenate[Communicator, P], R]:
-    """Make a method of a function of groups; for type checkers, too."""
+    """Make a method from a function of a group; type checkers see its signature."""
     return cast("Callable[Concatenate[Communicator, P], R]", _Operation(function))
 
 
 class Communicator:
     """A group of ranks and the operations among them.
 
-    Every operation is *collective*: all ranks of the group call it, in the same order, with the
-    same op, dtype, root and, unless stated otherwise, shape. Results are new arrays unless `out`
-    is given. `timeout` is in seconds and defaults to the setting `UNISONO_TIMEOUT`.
+    `init`, `from_mpi`, `split`, `group` and `shrink` return one. Every operation is *collective*:
+    all ranks of the group call it, in the same order, with the same op, dtype, root and, unless
+    stated otherwise, shape. Results are new arrays unless `out` is given. `timeout` is in seconds
+    and defaults to the setting `UNISONO_TIMEOUT`.
 
-    After a `CollectiveTimeout` or a `PeerFailure` messages may still be under way, so every later
-    call raises `CollectiveError` at once; `shrink` may make another one of the ranks that live.
+    After a `CollectiveTimeout` or a `PeerFailure`, messages may still be in flight, so every later
+    call raises `CollectiveError` immediately. `shrink` can create a new communicator from the
+    surviving ranks.
 
-    A copy is the communicator itself. Pickled, it is a name: loading it in the same job returns the
-    communicator of the same ranks. In another job a communicator of all ranks loads as `init()`,
-    and one of a group raises `ValueError`.
-
-    Made by `init`, `from_mpi`, `split`, `group` and `shrink`.
+    Copying returns the same object. Pickling stores a name: within the job it loads as the
+    communicator of the same ranks; in another job the world loads as `init()`, and a communicator
+    of a group raises `ValueError`.
 
     Attributes:
         rank: number of this process in the group, `0 .. size - 1`.
@@ -161,12 +159,12 @@ class Communicator:
 
     @property
     def settings(self) -> settings.Settings:
-        """The settings of this job; those that must be equal are so on all ranks."""
+        """The settings of the job; settings that ranks must share are equal on all ranks."""
         return self._group.settings
 
     @property
     def failure(self) -> str | None:
-        """Why every later call raises `CollectiveError`; None while there is no reason."""
+        """Why later calls raise `CollectiveError`; None if the communicator is usable."""
         return self._group.unusable
 
     def __copy__(self) -> Communicator:
@@ -241,14 +239,14 @@ class Communicator:
     grouped_broadcast_async = _operation(nonblocking_twin(grouped_rows.grouped_broadcast))
 
     def split(self, color: int | None, key: int = 0) -> Communicator | None:
-        """Make communicators of the ranks that name the same color.
+        """Split the group: ranks that pass the same color form a new communicator; *collective*.
 
         Args:
-            color: an integer from 0 to 2^63 - 1, or None to belong to no group.
-            key: the order in the new group, an integer of 64 bits; ties by rank.
+            color: integer from 0 to 2^63 - 1; None joins no group.
+            key: 64-bit integer that orders the new ranks; ties keep the order of the old ranks.
 
         Returns:
-            The new group's communicator, None where color is None.
+            The communicator of the new group; None where `color` is None.
 
         Raises:
             TypeError: color or key is not an integer; MismatchError on the other ranks.
@@ -258,84 +256,83 @@ class Communicator:
         return None if part is None else Communicator(part)
 
     def group(self, ranks: Sequence[int], *, tag: int | None = None) -> Communicator | None:
-        """Make a communicator of some ranks, numbered in the order given.
+        """Create a communicator of the listed ranks, numbered in the order of the list.
 
-        *Collective*: all ranks of this communicator, also those that are not listed; with a `tag`
-        only those that are listed.
+        *Collective* over all ranks of this communicator, including ranks that are not listed; with
+        a `tag`, over the listed ranks only.
 
         Args:
-            ranks: each at most once.
-            tag: an integer from 0 to 16,383, the same on all ranks of the new group, and another
-                one than that of any group that is made of this communicator at the same time.
+            ranks: ranks of this communicator, without duplicates.
+            tag: integer from 0 to 16,383, equal on all listed ranks and different from the tag of
+                any other group that is being created from this communicator at the same time.
 
         Returns:
-            The new group's communicator, None on ranks that are not listed.
+            The communicator of the new group; None on ranks that are not listed.
 
         Raises:
-            ValueError: a rank does not exist, or is listed twice; there is no such tag, or this
-                rank, which gives one, is not listed.
-            MismatchError: listed ranks list others; on all that list the first of these.
-            CollectiveTimeout: some rank did not come in time.
+            ValueError: a rank does not exist or is listed twice; the tag is out of range; or this
+                rank passes a tag but is not listed.
+            MismatchError: the lists of the ranks differ.
+            CollectiveTimeout: a listed rank did not call within the timeout.
         """
         part = groups.create_group(self._group, ranks, tag=tag)
         return None if part is None else Communicator(part)
 
     def shrink(self, *, timeout: float | None = None) -> Communicator:
-        """Make a communicator of the ranks that live, in their order, and close this one.
+        """Create a communicator of the surviving ranks, in their old order, and close this one.
 
-        *Collective* over the ranks that live: each calls it once it has got a `PeerFailure`, and
-        those that have not yet get theirs, since nobody can go on here. What was made of this
-        communicator (plans, buckets, groups, strategies, optimizers) is of no use any more and is
-        made anew. Without a death the result has the same ranks. After `collectives.shrink()` the
-        result is the world: of `init`, and of the package's functions.
+        *Collective* over the surviving ranks: each rank calls it after its `PeerFailure`; pending
+        calls of the other ranks fail with `PeerFailure`. Objects made from this communicator
+        (plans, buckets, groups, strategies, optimizers) become unusable and must be recreated. If
+        no rank has died, the new communicator has the same ranks. `collectives.shrink()` also
+        replaces the world.
 
-        The job has to be one that outlives its ranks: Open MPI >= 5 under `mpirun --with-ft ulfm`.
-        A death sets a limit for the end of the program; this lifts it: those that live wait for
-        each other there.
+        The job must survive the death of a rank: Open MPI >= 5 under `mpirun --with-ft ulfm`. After
+        a death, the end of the program has a deadline; `shrink` removes it, so that the surviving
+        ranks wait for each other at exit.
 
         Args:
-            timeout: seconds within which all of them have to come; the setting's if None.
+            timeout: seconds within which all surviving ranks must call; None uses the setting.
 
         Returns:
-            A communicator, numbered from 0. Errors name its ranks by their numbers in the world,
-            too.
+            A communicator whose ranks start at 0. Its errors also give ranks of the world.
 
         Raises:
-            LaunchError: ranks of this job do not outlive each other; nothing has changed.
-            CollectiveTimeout: a rank that lives has not come; it is named.
+            LaunchError: this job does not survive the death of a rank; nothing has changed.
+            CollectiveTimeout: a surviving rank did not call; the error names it.
 
-        Cost: some milliseconds, and the first call makes the node engine anew.
+        Cost: some milliseconds; the next call recreates the node engine.
 
         Example:
             >>> import collectives as cc
-            >>> def sum_of_those_that_live(comm, x):
+            >>> def resilient_sum(comm, x):
             ...     try:
             ...         return comm, comm.allreduce(x, op=cc.SUM)
             ...     except cc.PeerFailure:
-            ...         return sum_of_those_that_live(comm.shrink(), x)
+            ...         return resilient_sum(comm.shrink(), x)
         """
         return Communicator(shrink.shrink(self._group, timeout=timeout))
 
     def revoke(self, reason: str) -> None:
-        """Refuse later calls for a reason, alone, and let the other ranks leave theirs.
+        """Make the communicator unusable, and interrupt the other ranks' calls; not collective.
 
-        Where the MPI library outlives its ranks, they get `PeerFailure`, and may `shrink`; where it
-        does not, they wait for this rank until they see that it has ended.
+        Under ULFM the other ranks get `PeerFailure` and can call `shrink`. Otherwise they wait
+        until this rank exits or their calls time out.
 
         Args:
-            reason: for the errors of later calls.
+            reason: text for the errors of later calls on this rank.
         """
         self._group.revoke(reason)
 
     def to_mpi(self) -> MPI.Intracomm:
-        """Return a communicator of mpi4py with the same ranks, for whatever else MPI can do.
+        """Return an mpi4py communicator of the same ranks, for other features of MPI.
 
-        *Collective* at the first call; later ones return the same. It shares no message with this
-        one, and is freed when this one is closed, unless the caller has done so. What mpi4py does
-        with it has no limit: it waits for ever for a rank that does not come.
+        *Collective* at the first call; later calls return the same object. It shares no messages
+        with this communicator, and `close` frees it unless the caller has done so. MPI calls on it
+        have no timeout.
 
         Raises:
-            TypeError: the ranks are not processes of MPI.
+            TypeError: the ranks are not MPI processes.
 
         Example:
             >>> import collectives as cc
@@ -353,7 +350,7 @@ class Communicator:
         return own.comm
 
     def close(self) -> None:
-        """Release the communicator; *collective*. Closing twice is harmless."""
+        """Free the communicator; *collective*. Calling it again has no effect."""
         group = self._group
         if group.unusable is None:
             group.check_free("close")
@@ -374,13 +371,13 @@ for _name in suggestions.FOREIGN_NAMES:
 
 
 class _OfMpi:
-    """What `to_mpi` has returned, if anything."""
+    """The communicator that `to_mpi` returned."""
 
     def __init__(self, group: Group) -> None:
         self.comm: MPI.Intracomm | None = None
 
     def close(self) -> None:
-        """Free it, unless its owner has, or MPI has ended; *collective*."""
+        """Free it, unless the caller has freed it or MPI has finalized; *collective*."""
         from mpi4py import MPI
 
         if self.comm and not MPI.Is_finalized():  # false where it was freed

@@ -1,7 +1,7 @@
 """Functions for libraries built on `collectives`; programs do not need them.
 
-`strategies` is such a library. The functions take a communicator, and show of it what errors,
-services and wrappers of other frameworks have to know.
+`strategies` is such a library. Most functions take a communicator and return facts about it that
+services and wrappers of other frameworks need, such as thread support and node boundaries.
 
 Example:
     >>> import collectives as cc
@@ -39,10 +39,10 @@ E = TypeVar("E", bound=BaseException)
 
 
 def open_channel(comm: Communicator) -> Channel:
-    """Make a channel: messages between any two ranks at any time; *collective*.
+    """Open a channel: messages between any two ranks at any time; *collective*.
 
-    For services that answer whoever asks. It does not disturb operations and is not disturbed by
-    them: it goes on when ranks die, also where the communicator does not.
+    For services that handle requests from other ranks. A channel is independent of operations, and
+    stays usable when ranks die, even if the communicator does not.
 
     Raises:
         LaunchError: MPI was started without support for several threads.
@@ -58,20 +58,20 @@ def open_channel(comm: Communicator) -> Channel:
 
 
 def describe_ranks(comm: Communicator, *ranks: int) -> str:
-    """Return how errors name ranks: of a group by their numbers in the world, too."""
+    """Return ranks as errors name them; in a group also by their ranks in the world."""
     return group_of(comm).transport.name(ranks)
 
 
 def collective_error(comm: Communicator, error: E, first: int = 0) -> E:
-    """Mark an error as one that all ranks raise, so that one of them prints its traceback.
+    """Mark an error that all ranks raise, so that only one rank prints its traceback.
 
-    Only where nobody catches it. The others wait a moment, and print it if they are still there
-    then: the one before them has caught it.
+    If the error is uncaught, rank `first` prints the traceback and aborts the job. The other ranks
+    wait their turn, and print it if the ranks before them have caught the error.
 
     Args:
-        comm: of the ranks that raise it.
-        error: about to be raised; the same words on all ranks.
-        first: the rank that prints it.
+        comm: communicator of the ranks that raise it.
+        error: exception with the same text on all ranks.
+        first: rank that prints first.
 
     Returns:
         The error.
@@ -80,16 +80,16 @@ def collective_error(comm: Communicator, error: E, first: int = 0) -> E:
 
 
 def check_usable(comm: Communicator, operation: str) -> None:
-    """Refuse an operation as the communicator's own do.
+    """Raise the error that an operation of this communicator would raise if it is unusable.
 
     Raises:
-        CollectiveError: an earlier one failed, or the communicator was closed.
+        CollectiveError: an earlier operation failed, or the communicator was closed.
     """
     group_of(comm).check_usable(operation)
 
 
 def supports_threads(comm: Communicator) -> bool:
-    """Tell whether several threads may send messages: MPI_THREAD_MULTIPLE."""
+    """Return whether several threads may send messages (MPI_THREAD_MULTIPLE)."""
     try:
         group_of(comm).transport.check_threads("supports_threads")
     except LaunchError:
@@ -98,13 +98,13 @@ def supports_threads(comm: Communicator) -> bool:
 
 
 def uses_messages(comm: Communicator) -> bool:
-    """Tell whether operations send messages; not where all ranks share memory, or there is one.
+    """Return whether operations send messages, which ranks of one node need not.
 
-    Known after the first operation.
+    Valid after the first operation.
     """
     return group_of(comm).uses_messages
 
 
 def node_leaders(comm: Communicator) -> list[int]:
-    """Return for every rank an integer that is the same exactly for the ranks of one node."""
+    """Return one integer per rank; two ranks have the same integer if they share a node."""
     return list(group_of(comm).leaders)
