@@ -58,7 +58,7 @@ if TYPE_CHECKING:
     from collections.abc import Callable, Iterator, Sequence
 
     from collectives.algorithms.cost_model import RankLayout
-    from collectives.communicator import Communicator
+    from collectives.communicator import Communicator, group_of
     from collectives.core.links import LinkCost, Machine
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -317,7 +317,7 @@ def timed(
     comm: Communicator, cases: dict[str, Callable[[], object]], nbytes: int, seconds: float
 ) -> dict[str, float]:
     """Return what calls take, of the slowest rank: the first quartile, since others only add."""
-    transport, deadline = comm._group.transport, comm._group.deadline("model")
+    transport, deadline = group_of(comm).transport, group_of(comm).deadline("model")
     together = several(nbytes)
     found: dict[str, list[float]] = {name: [] for name in cases}
     for case in cases.values():
@@ -398,7 +398,7 @@ def copying(comm: Communicator) -> float:
 
 def exchange(leaders: Communicator) -> None:
     """Send an array to the next and receive one from the last, with a look in every millisecond."""
-    transport, deadline = leaders._group.transport, leaders._group.deadline("model")
+    transport, deadline = group_of(leaders).transport, group_of(leaders).deadline("model")
     after, before = ((leaders.rank + step) % leaders.size for step in (1, -1))
     sent, received = np.zeros(COPIED_BYTES, np.uint8), np.empty(COPIED_BYTES, np.uint8)
     pending = [transport.start_receive(received, before), transport.start_send(sent, after)]
@@ -418,11 +418,16 @@ def together(comm: Communicator) -> float:
     sent, received = (ring.slices(np.zeros(COPIED_BYTES, np.uint8)) for _ in range(2))
 
     def seconds(times: int) -> float:
-        tree.barrier(comm._group.transport, comm._group.deadline("model"))
+        tree.barrier(group_of(comm).transport, group_of(comm).deadline("model"))
         began = time.perf_counter()
         for _ in range(times):
             ring.exchange(
-                comm._group.transport, sent, after, received, before, comm._group.deadline("model")
+                group_of(comm).transport,
+                sent,
+                after,
+                received,
+                before,
+                group_of(comm).deadline("model"),
             )
         return float(comm.allreduce(np.array(time.perf_counter() - began), op=MAX))
 
@@ -436,10 +441,10 @@ def by_python(comm: Communicator) -> dict[str, list[float]]:
     from collectives.simulation.cluster import SimulatedCluster
 
     leaders = SimulatedCluster(comm.size, comm.num_nodes).leaders()
-    names = selection.estimate("allreduce", 4, comm._group.layout)
+    names = selection.estimate("allreduce", 4, group_of(comm).layout)
     found = {}
     if comm.rank == 0:
-        found = {name: overhead.seconds(name, comm._group.layout, leaders) for name in names}
+        found = {name: overhead.seconds(name, group_of(comm).layout, leaders) for name in names}
     comm.barrier()
     return found
 
@@ -516,7 +521,7 @@ def one_pass(comm: Communicator, nbytes: int, seconds: float) -> tuple[float, di
         how: dict[str, Any] = {"op": MAX, "out": buffer, "algorithm": algorithm}
         return lambda: comm.allreduce(buffer, **how)
 
-    cases = {name: call(name) for name in said(nbytes, comm._group.layout)}
+    cases = {name: call(name) for name in said(nbytes, group_of(comm).layout)}
     share = SHARES[SIZES.index(nbytes)] / sum(SHARES) / PASSES
     (all_before, own_before), began = spent(), time.perf_counter()
     took = timed(comm, cases, nbytes, 2 * seconds / 3 * share)
@@ -550,7 +555,7 @@ def row(
     mine = mine[:PASSES]
     times = {name: [took[name] for _, took in mine] for name in mine[0][1]}
     took = {name: statistics.median(each) for name, each in times.items()}
-    picked, estimates = auto(nbytes, comm._group.layout), said(nbytes, comm._group.layout)
+    picked, estimates = auto(nbytes, group_of(comm).layout), said(nbytes, group_of(comm).layout)
     same = min(took["auto"], took.get(picked, took["auto"]))
     return {
         "bytes": nbytes,

@@ -32,6 +32,7 @@ from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives.communicator import group_of
 from collectives.tools import byte_sizes, plot
 
 ROOT = Path(__file__).resolve().parent.parent
@@ -281,7 +282,7 @@ def rows_of(comm, job: str):
     rows[FLOOR] = messages_alone(comm)
     if comm.local_size > 1:
         # As it is where ranks of a node do not share memory.
-        by_messages = comm._group.levels_by_messages
+        by_messages = group_of(comm).levels_by_messages
         rows |= {
             "hierarchical": call(algorithm="hierarchical"),
             "hierarchical, shared": call(algorithm="hierarchical"),

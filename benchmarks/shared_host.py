@@ -31,6 +31,7 @@ from typing import Any
 
 import numpy as np
 
+from collectives.communicator import group_of
 from collectives.simulation.cluster import POLLING, YIELDING
 from collectives.simulation.cpu_scheduler import WaitingRank, WaitKinds
 
@@ -111,8 +112,8 @@ def rank_main() -> int:
     is_one = world.rank in (0, other)
     pair = world.split(0 if is_one else 1)
     assert pair is not None
-    transport, data = pair._group.transport, np.zeros(1)
-    deadline = world._group.deadline("shared host")
+    transport, data = group_of(pair).transport, np.zeros(1)
+    deadline = group_of(world).deadline("shared host")
     eager_pair = _EagerPair(pair)
 
     def ping_pong() -> None:
@@ -156,7 +157,7 @@ class _EagerPair:
 
         self._pair = pair
         self._data = np.zeros(1)
-        self._exchange = eager.EagerExchange(pair._group.transport, 8)
+        self._exchange = eager.EagerExchange(group_of(pair).transport, 8)
         self.block = eager.EagerBlock(self._exchange, np.dtype("f8"), 1, MAX, fill=True)
         self.words = eager
         self.block.words[eager.SEND] = self.block.words[eager.OUT] = address(self._data)
@@ -199,7 +200,7 @@ def _polled(pair: Any) -> float:
 
     if pair.size > 2:
         return 0.0
-    transport, deadline = pair._group.transport, pair._group.deadline("shared host")
+    transport, deadline = group_of(pair).transport, group_of(pair).deadline("shared host")
     data = np.zeros(8, np.uint8)
     times = []
     for _ in range(TIMES):
@@ -221,7 +222,7 @@ def _looks(world: Any) -> dict[str, float]:
     """Return the microseconds of a look of each kind, all ranks looking."""
     from collectives.transport.backoff import Backoff
 
-    transport, deadline = world._group.transport, world._group.deadline("shared host")
+    transport, deadline = group_of(world).transport, group_of(world).deadline("shared host")
     data = np.zeros(8, np.uint8)
     right, left = (world.rank + 1) % world.size, (world.rank - 1) % world.size
     found = {}
@@ -249,7 +250,7 @@ def _crowded(
     world: Any, is_one: bool, case: Callable[[], Any], times: int = TIMES, trips: int = TRIPS
 ) -> float:
     """Return the seconds of a case between two ranks, while all others look for a message."""
-    transport, deadline = world._group.transport, world._group.deadline("shared host")
+    transport, deadline = group_of(world).transport, group_of(world).deadline("shared host")
     data = np.zeros(8, np.uint8)
     others = [rank for rank in range(world.size) if rank not in (0, world.size // 2)]
     found = []

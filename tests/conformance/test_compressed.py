@@ -10,6 +10,7 @@ import collectives as cc
 import oracle
 from collectives.algorithms import compressed
 from collectives.arrays import reduction
+from collectives.communicator import group_of
 from collectives.kernels import int8
 from collectives.kernels.compression import BF16, FP16, INT8
 from collectives.transport.transport import Deadline
@@ -29,7 +30,7 @@ def allreduce(comm, scheme, x, op=cc.SUM, name=None):
     divisor = comm.size if op is cc.MEAN else 1
     deadline = Deadline("allreduce", 20.0)
     compressed.allreduce(
-        comm._group.transport, result, op, deadline, codec=codec, contribution=x, divisor=divisor
+        group_of(comm).transport, result, op, deadline, codec=codec, contribution=x, divisor=divisor
     )
     return result
 
@@ -38,7 +39,7 @@ def allreduce_packed(comm, x, op=cc.SUM):
     buffer = x.copy()
     divisor = comm.size if op is cc.MEAN else 1
     compressed.allreduce_packed(
-        comm._group.transport, buffer, op, Deadline("allreduce", 20.0), divisor=divisor
+        group_of(comm).transport, buffer, op, Deadline("allreduce", 20.0), divisor=divisor
     )
     return buffer
 
@@ -217,7 +218,7 @@ def test_a_buffer_that_is_prepared_is_reduced_in_place(world):
         reduction.prescale(buffer, cc.MEAN, comm.size)
         codec = FP16.codec(buffer.dtype, cc.MEAN, network=False)
         deadline = Deadline("allreduce", 20.0)
-        compressed.allreduce(comm._group.transport, buffer, cc.MEAN, deadline, codec=codec)
+        compressed.allreduce(group_of(comm).transport, buffer, cc.MEAN, deadline, codec=codec)
         np.testing.assert_array_equal(buffer, allreduce(comm, FP16, arrays[comm.rank], cc.MEAN))
 
     world.run(check)

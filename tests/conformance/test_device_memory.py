@@ -17,6 +17,7 @@ import fakecupy
 import inprocess
 import oracle
 from collectives.arrays import staging
+from collectives.communicator import group_of
 from collectives.core.settings import Settings
 from collectives.devices.staged import DeviceOperations
 
@@ -37,7 +38,7 @@ def cupy(monkeypatch):
 
 def on(comm, route):
     """The communicator, as it is where MPI does or does not take device memory."""
-    comm._group.state_of(DeviceOperations).aware = route == "aware"
+    group_of(comm).state_of(DeviceOperations).aware = route == "aware"
     return comm
 
 
@@ -193,7 +194,7 @@ def test_later_calls_run_what_the_first_one_has_planned(world, cupy, compression
         for step in range(3):
             x = late(cupy, values)
             results.append(comm.allreduce(x, op=cc.SUM, compression=compression).memory)
-            if step == 0 and (engine := comm._group.node_engine) is not None:
+            if step == 0 and (engine := group_of(comm).node_engine) is not None:
                 engine.plan_allreduce = None  # who plans now, fails
         for result in results:
             np.testing.assert_array_equal(result, results[0])
@@ -399,9 +400,9 @@ def test_arrays_of_one_slice_are_found_again(world, cupy, monkeypatch, out):
                 np.testing.assert_array_equal(result.memory, np.sum(everyone, axis=0))
                 if out != "same":
                     np.testing.assert_array_equal(x.memory, everyone[comm.rank])
-                made = made or len(comm._group.plans)
+                made = made or len(group_of(comm).plans)
                 if count == 50 or (world.shared and comm.size > 1):
-                    assert len(comm._group.plans) == made > 0
+                    assert len(group_of(comm).plans) == made > 0
             if comm.size > 1 and count == 1000:
                 x = late(cupy, np.ones(count, np.float32))
                 with pytest.raises(cc.MismatchError, match="MAX on rank 1"):
@@ -413,7 +414,7 @@ def test_arrays_of_one_slice_are_found_again(world, cupy, monkeypatch, out):
                 wide = cupy.array(np.ones((count, 2), np.float32))
                 with pytest.raises(ValueError, match="out has the wrong shape"):
                     comm.allreduce(x, op=cc.SUM, out=wide)
-            comm._group.plans.clear()
+            group_of(comm).plans.clear()
 
     world.run(check)
 

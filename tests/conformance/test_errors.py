@@ -9,6 +9,7 @@ import pytest
 
 import collectives as cc
 import listed
+from collectives.communicator import group_of
 from collectives.core.settings import Settings
 from collectives.transport.transport import describe_ranks
 from conftest import UNDER_MPI
@@ -281,7 +282,7 @@ def test_a_long_wait_is_reported_in_the_log(world, caplog):
     def check(comm):
         pair = comm.split(0 if comm.rank < 2 else None)
         if comm.rank == 0 and comm.size > 1:
-            pair._group.settings = Settings(stall_warning=0.1)
+            group_of(pair).settings = Settings(stall_warning=0.1)
             with pytest.raises(cc.CollectiveTimeout):
                 pair.barrier(timeout=0.3)
             warnings = [r.getMessage() for r in caplog.records if "has waited" in r.getMessage()]

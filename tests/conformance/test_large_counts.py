@@ -12,6 +12,7 @@ import pytest
 
 import collectives as cc
 import inprocess
+from collectives.communicator import group_of
 from collectives.core.settings import Settings
 from requirements import require
 
@@ -39,8 +40,8 @@ def why_not():
 def check_two_ranks(comm):
     """Reduce to all, reduce to one and broadcast in place, so that there are but two arrays."""
     x = comm.shared_empty(COUNT, np.uint8, timeout=60)
-    assert comm._group.node_engine is not None
-    engine = comm._group.node_engine
+    assert group_of(comm).node_engine is not None
+    engine = group_of(comm).node_engine
     assert engine.shared.location_of_pair(x) is not None, "there was no room for the shared arrays"
 
     def fill(base):

@@ -6,6 +6,7 @@ import pytest
 
 import collectives as cc
 import inprocess
+from collectives import extend
 
 
 def test_ours_as_one_of_mpi4py(world):
@@ -57,7 +58,7 @@ def test_one_of_mpi4py_as_ours(world):
             assert ours.size == len(members)
             assert ours.allgather([rank]).tolist() == members
             if members != list(range(len(members))):
-                assert ours.name(0) == f"rank 0 (world rank {members[0]})"
+                assert extend.describe_ranks(ours, 0) == f"rank 0 (world rank {members[0]})"
         assert comm.allreduce(1, op=cc.SUM) == size
 
     world.run(check)

@@ -15,6 +15,7 @@ import collectives as cc
 import inprocess
 import oracle
 from collectives.algorithms.cost_model import RankLayout
+from collectives.communicator import group_of
 from collectives.core import links, topology
 from collectives.core.settings import Settings
 from collectives.kernels import machine_code
@@ -186,7 +187,7 @@ def test_shared_arrays_are_reduced_in_place_in_whole_or_in_part(world):
 
 def test_explain_says_in_which_kind_of_call_arrays_are_reduced(world):
     def check(comm):
-        if not comm._group.node_engine or comm.size > (os.cpu_count() or 1):
+        if not group_of(comm).node_engine or comm.size > (os.cpu_count() or 1):
             return  # `explain` supposes a core for each rank
         layout = RankLayout(comm.size, 1, links.DEFAULT)
         known = links.MeasuredMachine(links.DEFAULT, ("default",) * 3)
@@ -196,7 +197,7 @@ def test_explain_says_in_which_kind_of_call_arrays_are_reduced(world):
             plain, _, converted = line.partition(", means")
             for op, words in ((cc.SUM, plain), (cc.MEAN, converted or plain)):
                 x = np.zeros(nbytes // 8)
-                kernel = comm._group.node_engine.plan_allreduce(x, x, op, 1).kernel
+                kernel = group_of(comm).node_engine.plan_allreduce(x, x, op, 1).kernel
                 kinds = {"one round": "one_shot", "slots": "direct", "chunks": "pipelined"}
                 kind = next(kind for word, kind in kinds.items() if word in words.partition("(")[0])
                 assert kernel is machine_code.function("collectives.node.reduce_kernels", kind), (

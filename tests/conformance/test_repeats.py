@@ -11,6 +11,7 @@ import pytest
 import collectives as cc
 import oracle
 from collectives import extend
+from collectives.communicator import group_of
 
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
 
@@ -20,7 +21,7 @@ SHAPES = [(), (0,), (3,), (4, 5), (70_001,), (300_007,)]
 
 def known(comm):
     """How many calls the communicator remembers."""
-    return len(comm._group.plans)
+    return len(group_of(comm).plans)
 
 
 @pytest.mark.parametrize("op", OPS, ids=lambda op: op.value)
@@ -179,7 +180,7 @@ def test_a_shared_array_is_changed_only_where_it_is_the_result(world):
         for power in (1, 2, 3):
             comm.allreduce(shared, op=cc.SUM, out=shared)
             np.testing.assert_array_equal(shared, comm.size**power)
-        if comm._group.node_engine is not None and comm.size > 1:
+        if group_of(comm).node_engine is not None and comm.size > 1:
             before = shared.copy()
             with pytest.raises(cc.MismatchError, match="memory is"):
                 comm.allreduce(shared, op=cc.SUM, out=private if comm.rank == 1 else shared)
@@ -205,7 +206,7 @@ def test_a_known_call_leaves_a_record_of_its_own(world):
         x = np.ones((2, 3))
         for _ in range(3):
             comm.allreduce(x, op=cc.MAX, timeout=20)
-        last, before = comm._group.recorder.records[-1:-3:-1]
+        last, before = group_of(comm).recorder.records[-1:-3:-1]
         facts = last.facts()
         assert last.number == before.number + 1
         assert (facts["operation"], facts["op"], facts["shape"]) == ("allreduce", "MAX", [2, 3])
@@ -225,14 +226,14 @@ def test_known_calls_name_the_line_of_each_and_that_of_another_thread(world):
         for _ in range(3):
             comm.allreduce(x)
             comm.allreduce(x)
-        sites = [record.site.line for record in comm._group.recorder.records[-6:]]
+        sites = [record.site.line for record in group_of(comm).recorder.records[-6:]]
         line = sys._getframe().f_lineno - 3
         assert sites == 3 * [line, line + 1]
         here = extend.calls_from_here()
         line = sys._getframe().f_lineno - 1
         with here:
             comm.allreduce(x)
-        assert comm._group.recorder.records[-1].site.line == line
+        assert group_of(comm).recorder.records[-1].site.line == line
 
     world.run(check)
 
@@ -246,18 +247,20 @@ def test_other_ranks_of_the_node_know_the_last_known_call(world):
             group.reduce(x, op=cc.SUM, out=y)
         line = sys._getframe().f_lineno - 1
         comm.barrier()
-        if group._group.status is not None:
-            said = {group._group.status.last(rank) for rank in range(group.local_size)}
-            assert said == {f"after reduce #{group._group.call_number} at test_repeats.py:{line}"}
+        if group_of(group).status is not None:
+            said = {group_of(group).status.last(rank) for rank in range(group.local_size)}
+            assert said == {
+                f"after reduce #{group_of(group).call_number} at test_repeats.py:{line}"
+            }
         comm.barrier()  # before the next call of any
         for _ in range(2):
             group.allreduce(x, op=cc.SUM, out=y)
         line = sys._getframe().f_lineno - 1
         comm.barrier()
-        if group._group.status is not None:
-            said = {group._group.status.last(rank) for rank in range(group.local_size)}
+        if group_of(group).status is not None:
+            said = {group_of(group).status.last(rank) for rank in range(group.local_size)}
             assert said == {
-                f"after allreduce #{group._group.call_number} at test_repeats.py:{line}"
+                f"after allreduce #{group_of(group).call_number} at test_repeats.py:{line}"
             }
 
     world.run(check)

@@ -22,7 +22,7 @@ import oracle
 from collectives.algorithms import hierarchical
 from collectives.calls import signature_check
 from collectives.calls.group import Group
-from collectives.communicator import Communicator
+from collectives.communicator import Communicator, group_of
 from collectives.core.settings import Settings, Stores
 from collectives.kernels import int8
 from collectives.node import control_block, segment
@@ -134,7 +134,7 @@ def test_one_rank_of_each_node_may_speak_for_all(nodes, monkeypatch):
 def test_a_node_with_company_has_an_engine_and_the_others_need_none(nodes):
     def check(comm):
         comm.barrier()
-        assert (comm._group.node_engine is not None) == (comm.local_size > 1)
+        assert (group_of(comm).node_engine is not None) == (comm.local_size > 1)
         with pytest.raises(ValueError, match="'node' needs two or more ranks, all on one node"):
             comm.barrier(algorithm="node")
 
@@ -432,7 +432,7 @@ def test_a_node_without_shared_memory_sends_messages_and_says_so_once(caplog, mo
                 x[...] = arrays[comm.rank]
                 comm.allreduce(x, op=cc.SUM, out=x, algorithm="hierarchical")
                 oracle.assert_close(x, arrays, cc.SUM)
-        return comm._group.node_engine is not None
+        return group_of(comm).node_engine is not None
 
     with caplog.at_level(logging.WARNING):
         engines = inprocess.run_ranks(4, check, leaders=[0, 0, 2, 2], settings=SETTINGS)
@@ -477,7 +477,7 @@ def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(mon
     def check(comm):
         comm.barrier()
         if comm.rank == 0:
-            engine = comm._group.node_engine
+            engine = group_of(comm).node_engine
             assert pauses(engine, range(50)) == [1] * 50
             assert pauses(engine, [1] * 50) == [50]
         comm.barrier()
@@ -492,7 +492,7 @@ def test_shared_arrays_go_through_no_slot(monkeypatch):
     def check(comm):
         x = comm.shared_empty(100_000, np.float64)
         comm.barrier()
-        engine = comm._group.node_engine
+        engine = group_of(comm).node_engine
         publish = engine.publish
         monkeypatch.setattr(
             engine, "publish",
@@ -500,9 +500,9 @@ def test_shared_arrays_go_through_no_slot(monkeypatch):
             or publish(stream, *rest),
         )  # fmt: skip
         monkeypatch.setattr(engine, "plan_reduce_scatter", None)
-        levels = comm._group.levels
+        levels = group_of(comm).levels
         x[...] = 1
-        limit = comm._group.deadline("allreduce", 20)
+        limit = group_of(comm).deadline("allreduce", 20)
         hierarchical.allreduce(levels, x, cc.SUM, limit)
         np.testing.assert_array_equal(x, 4)
 

@@ -10,6 +10,7 @@ import pytest
 
 import collectives as cc
 import oracle
+from collectives.communicator import group_of
 from collectives.node import control_block
 from collectives.transport.backoff import Deadline
 
@@ -38,8 +39,10 @@ def test_how_a_rank_stores_changes_no_bit(world, dtype):
                 found = []
                 for result in results(count):
                     found.append(result)
-                    if whole._group.node_engine:  # ranks do otherwise, and change between two calls
-                        whole._group.node_engine.set_store_mode(
+                    if group_of(
+                        whole
+                    ).node_engine:  # ranks do otherwise, and change between two calls
+                        group_of(whole).node_engine.set_store_mode(
                             str(own.choice(["plain", "streaming"]))
                         )
                 for one, other in zip(expected, found, strict=True):
@@ -54,16 +57,19 @@ def test_the_way_of_storing_is_a_setting_and_is_told(world):
             return
         for way in ("plain", "streaming"):
             part = comm.split(0)
-            part._group.settings = dataclasses.replace(comm.settings, stores=way)
+            group_of(part).settings = dataclasses.replace(comm.settings, stores=way)
             x = np.ones(100_000)
             np.testing.assert_array_equal(part.allreduce(x, op=cc.SUM), comm.size)
-            assert part._group.node_engine is None or part._group.node_engine.stores == (way, 0)
+            assert group_of(part).node_engine is None or group_of(part).node_engine.stores == (
+                way,
+                0,
+            )
         part = comm.split(0)
         part.barrier()
-        if part._group.node_engine:
-            assert part._group.node_engine.stores == ("plain", 0)
+        if group_of(part).node_engine:
+            assert group_of(part).node_engine.stores == ("plain", 0)
             part.allreduce(np.ones(1 << 20))
-            way, time = part._group.node_engine.stores
+            way, time = group_of(part).node_engine.stores
             assert time > 0
             assert way in ("plain", "streaming")
 
@@ -82,7 +88,7 @@ def test_who_comes_late_changes_nothing_in_a_comparison(world, kibibytes):
             return
         part = comm.split(0)
         part.barrier()
-        engine, x = part._group.node_engine, np.ones(kibibytes << 8, np.float32)
+        engine, x = group_of(part).node_engine, np.ones(kibibytes << 8, np.float32)
         engine.set_store_mode("auto")
         work = engine.plan_allreduce(x, x, cc.MAX, 1)
         compared = []

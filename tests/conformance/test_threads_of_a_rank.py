@@ -10,6 +10,7 @@ import pytest
 
 import collectives as cc
 import inprocess
+from collectives.communicator import group_of
 
 LIMIT = 20.0
 
@@ -30,7 +31,7 @@ SECOND = {
 
 def until_in_a_call(comm):
     limit = time.monotonic() + LIMIT
-    while comm._group.gate is None:
+    while group_of(comm).gate is None:
         assert time.monotonic() < limit
         time.sleep(0.001)
 

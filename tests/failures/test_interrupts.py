@@ -11,6 +11,7 @@ PROGRAM = """
 import os, signal, sys, threading, time
 import numpy as np
 import collectives as cc
+from collectives.communicator import group_of
 
 comm = cc.init()
 x = np.ones(100_000, np.float32)
@@ -26,7 +27,7 @@ wait()
 
 def interrupt():
     while True:  # until this rank is inside
-        record = comm._group.recorder.records[-1]
+        record = group_of(comm).recorder.records[-1]
         if record.state == "running" and time.monotonic() - record.began > float(sys.argv[2]):
             break
         time.sleep(0.005)
@@ -43,20 +44,20 @@ if comm.rank == 0:
         wait()
     except KeyboardInterrupt:
         tell(f"stopped after {time.monotonic() - sent:.3f} s")
-    comm._group.transport.mpi.Barrier()
+    group_of(comm).transport.mpi.Barrier()
     try:
         comm.barrier()
     except cc.CollectiveError as error:
         tell(f"then {error}")
 else:
-    comm._group.transport.mpi.Barrier()
+    group_of(comm).transport.mpi.Barrier()
     began = time.monotonic()
     try:
         for _ in range(9):  # rank 0 may have given to the first what it had to give
             comm.allreduce(x, op=cc.SUM, out=x, timeout=1)
     except cc.CollectiveError as error:
         tell(f"after {time.monotonic() - began:.3f} s {type(error).__name__}: {error}")
-comm._group.transport.mpi.Barrier()
+group_of(comm).transport.mpi.Barrier()
 """
 
 

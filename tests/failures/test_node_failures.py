@@ -14,6 +14,7 @@ PROGRAM = """
 import os, signal, sys, time
 import numpy as np
 import collectives as cc
+from collectives.communicator import group_of
 
 comm = cc.init()
 plan = comm.plan_allreduce(comm.shared_empty(1000, np.float32))
@@ -34,7 +35,7 @@ try:
 except cc.CollectiveError as error:
     print(f"rank {comm.rank} then {error}", flush=True)
 if kind == "stop" and comm.rank == 0:
-    comm._group.transport.mpi.Abort(3)  # the stopped rank would never end
+    group_of(comm).transport.mpi.Abort(3)  # the stopped rank would never end
 """
 
 

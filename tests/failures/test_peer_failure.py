@@ -172,12 +172,10 @@ def test_a_group_without_the_dead_rank_goes_on(tmp_path):
 
 def test_a_request_raises_when_a_rank_is_killed(tmp_path):
     text = """
-        from collectives.operations.nonblocking import RequestThread
-        progress = RequestThread(lambda: comm.split(0, comm.rank))
-        progress.submit("barrier", lambda c: c.barrier()).wait(30)
+        comm.barrier_async().wait(30)
         if comm.rank == 1:
             die()
-        request = progress.submit("barrier", lambda c: c.barrier())
+        request = comm.barrier_async()
         survive(lambda: request.wait(30))
     """
     result = mpirun(3, program(tmp_path, text), timeout=60, options=FAULT_TOLERANT, **MESSAGES)
@@ -186,15 +184,13 @@ def test_a_request_raises_when_a_rank_is_killed(tmp_path):
 
 def test_a_job_ends_and_names_a_request_that_the_other_rank_never_starts(tmp_path):
     text = """
-        from collectives.operations.nonblocking import RequestThread
-        progress = RequestThread(lambda: comm.split(0, comm.rank))
-        progress.submit("barrier", lambda c: c.barrier()).wait(30)
+        comm.barrier_async().wait(30)
         if comm.rank == 0:
-            request = progress.submit("barrier_async", lambda c: c.barrier())
+            request = comm.barrier_async()
     """
     result = mpirun(2, program(tmp_path, text), timeout=60, **MESSAGES)
     assert result.status == 0, result
-    told = "nobody waited for barrier_async at program.py:26 (failed: PeerFailure: barrier: rank 1"
+    told = "nobody waited for barrier_async at program.py:24 (failed: PeerFailure: barrier: rank 1"
     assert result.stderr.count(told) == 1, result
 
 

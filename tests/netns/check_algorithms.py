@@ -21,15 +21,16 @@ from collectives.algorithms import (
     tree,
 )
 from collectives.arrays import reduction
+from collectives.communicator import group_of
 from collectives.core import topology
 from collectives.transport.transport import Deadline
 
 comm = cc.init()
-transport = comm._group.transport
+transport = group_of(comm).transport
 leaders = comm.allgather(comm.node_rank).tolist()
 levels = hierarchical.levels(transport, leaders)
-in_memory = comm._group.levels  # the same where ranks of a machine meet in shared memory
-assert (comm._group.node_engine is None) == (comm.local_size == 1)
+in_memory = group_of(comm).levels  # the same where ranks of a machine meet in shared memory
+assert (group_of(comm).node_engine is None) == (comm.local_size == 1)
 SIZE = comm.size
 
 

@@ -179,6 +179,7 @@ import os, sys, time
 from pathlib import Path
 import numpy as np
 import collectives as cc
+from collectives.communicator import group_of
 
 comm = cc.init()
 folder = Path(sys.argv[1])
@@ -190,7 +191,7 @@ def await_file(name):
         time.sleep(0.01)
 
 comm.barrier()
-start_send = comm._group.transport._start_send
+start_send = group_of(comm).transport._start_send
 messages = 0
 
 def pull_the_cable_after_some_messages(data, dest):
@@ -202,7 +203,7 @@ def pull_the_cable_after_some_messages(data, dest):
     return start_send(data, dest)
 
 if comm.rank == 1:
-    comm._group.transport._start_send = pull_the_cable_after_some_messages
+    group_of(comm).transport._start_send = pull_the_cable_after_some_messages
 try:
     comm.allreduce(np.ones(1 << 24, np.float32), op=cc.SUM, algorithm="ring", timeout=3)
     text = "no error"

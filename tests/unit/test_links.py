@@ -11,6 +11,7 @@ import pytest
 
 import inprocess
 from collectives.calls.shared_settings import negotiate
+from collectives.communicator import group_of
 from collectives.core import links, settings, tuning_file
 from collectives.core.links import DEFAULT, LinkCost, Machine
 from collectives.core.settings import Settings
@@ -248,7 +249,7 @@ def test_all_ranks_take_what_rank_0_finds(tmp_path, size, mode):
             network_link={"alpha": 1e-6 * (comm.rank + 1)},
             timeout=20,
         )
-        return negotiate(own, comm._group.transport).links
+        return negotiate(own, group_of(comm).transport).links
 
     found = inprocess.run_ranks(size, check, mode)
     network = DEFAULT.network._replace(alpha=1e-6)
@@ -264,7 +265,7 @@ def test_a_damaged_file_is_the_same_error_on_every_rank(tmp_path):
         with pytest.raises(
             ValueError, match="is not what `python -m collectives tune` writes"
         ) as e:
-            negotiate(Settings(tuned=str(file), timeout=20), comm._group.transport)
+            negotiate(Settings(tuned=str(file), timeout=20), group_of(comm).transport)
         comm.barrier()  # nothing is left under way
         return str(e.value)
 
@@ -279,7 +280,7 @@ def test_whatever_rank_0_meets_is_an_error_on_every_rank(monkeypatch):
 
     def check(comm):
         with pytest.raises(ValueError, match="^tuned: MemoryError: no more$"):
-            negotiate(Settings(timeout=20), comm._group.transport)
+            negotiate(Settings(timeout=20), group_of(comm).transport)
         comm.barrier()  # nothing is left under way
 
     monkeypatch.setattr(tuning_file, "load_links", found)

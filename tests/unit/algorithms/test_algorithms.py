@@ -18,6 +18,7 @@ from collectives.algorithms import (
     tree,
 )
 from collectives.arrays import reduction
+from collectives.communicator import group_of
 from collectives.core import topology
 from collectives.transport.transport import Deadline, Transport
 
@@ -41,7 +42,7 @@ def deadline():
 
 def on_ranks(size, function, mode="synchronous"):
     """Call `function(transport)` on every rank; returns the results in rank order."""
-    return inprocess.run_ranks(size, lambda comm: function(comm._group.transport), mode)
+    return inprocess.run_ranks(size, lambda comm: function(group_of(comm).transport), mode)
 
 
 def prepared(rank, count, op, size, dtype=np.float32):

@@ -13,6 +13,7 @@ import inprocess
 import launcher
 from collectives.algorithms import compressed
 from collectives.arrays import reduction
+from collectives.communicator import group_of
 from collectives.core import topology
 from collectives.kernels import compression
 from collectives.kernels.compression import BF16, FP16, INT8, NONE
@@ -130,7 +131,7 @@ def test_in_every_step_each_rank_sends_to_one_and_receives_from_one(size):
 
 def run(size, function, mode="synchronous"):
     """Call `function(transport)` on ranks that are threads."""
-    return inprocess.run_ranks(size, lambda comm: function(comm._group.transport), mode)
+    return inprocess.run_ranks(size, lambda comm: function(group_of(comm).transport), mode)
 
 
 def deadline():

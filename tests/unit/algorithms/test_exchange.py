@@ -7,6 +7,7 @@ import pytest
 
 import inprocess
 from collectives.algorithms import ring
+from collectives.communicator import group_of
 from collectives.core.settings import Settings
 from collectives.transport.transport import Deadline
 
@@ -17,7 +18,7 @@ def test_all_slices_arrive_in_order_and_few_are_under_way(numbers, mode):
     """Both ranks send as many slices as `numbers` says of them."""
 
     def program(comm):
-        transport, peer = comm._group.transport, 1 - comm.rank
+        transport, peer = group_of(comm).transport, 1 - comm.rank
         most, under_way, taken = [0], [], []
 
         def watched(start):

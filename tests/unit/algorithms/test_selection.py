@@ -16,6 +16,7 @@ import collectives as cc
 import inprocess
 from collectives.algorithms import selection
 from collectives.algorithms.cost_model import RankLayout
+from collectives.communicator import group_of
 from collectives.core.links import DEFAULT, LinkCost, Machine, MeasuredMachine
 from collectives.core.settings import Settings
 
@@ -131,11 +132,13 @@ def test_all_ranks_of_all_groups_pick_by_the_links_that_were_agreed_on(leaders):
     def check(comm):
         for group in (comm, comm.split(0, -comm.rank), comm.group(list(range(comm.size - 1)))):
             if group is not None:
-                own = [selection.pick("allreduce", nbytes, group._group.layout) for nbytes in sizes]
+                own = [
+                    selection.pick("allreduce", nbytes, group_of(group).layout) for nbytes in sizes
+                ]
                 assert group.allgather_object(own) == [own] * group.size
                 layout = RankLayout(group.size, group.num_nodes, dear)
                 assert own == [selection.pick("allreduce", nbytes, layout) for nbytes in sizes]
-                assert group._group.layout.machine == dear
+                assert group_of(group).layout.machine == dear
 
     inprocess.run_ranks(len(leaders), check, leaders=leaders, settings=settings)
 

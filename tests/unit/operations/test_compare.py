@@ -13,6 +13,7 @@ from collectives.algorithms import selection
 from collectives.algorithms.cost_model import RankLayout
 from collectives.calls import signature, signature_check
 from collectives.calls.shared_settings import negotiate
+from collectives.communicator import group_of
 from collectives.core import settings
 from collectives.core.links import DEFAULT, LinkCost
 from collectives.core.settings import Settings
@@ -37,7 +38,7 @@ def mismatch(calls):
     def disagree(comm):
         with pytest.raises(cc.MismatchError) as caught:
             signature.raise_mismatch(
-                comm._group.transport, calls[comm.rank], Deadline("compare", LIMIT)
+                group_of(comm).transport, calls[comm.rank], Deadline("compare", LIMIT)
             )
         texts[comm.rank] = str(caught.value)
 
@@ -121,8 +122,8 @@ def sent_messages(check, calls, call, size=2):
     def count(comm):
         comm.barrier()
         sent = []
-        start = comm._group.transport.start_send
-        comm._group.transport.start_send = lambda *a: (sent.append(a), start(*a))[1]
+        start = group_of(comm).transport.start_send
+        group_of(comm).transport.start_send = lambda *a: (sent.append(a), start(*a))[1]
         for _ in range(calls):
             call(comm)
         return len(sent)
@@ -203,7 +204,7 @@ def test_many_ranks_bring_their_rows_after_the_comparison(monkeypatch):
 def test_all_ranks_compare_as_much_as_the_strictest(caplog, levels):
     def ask(comm):
         own = Settings(timeout=10, check=levels[comm.rank])
-        return negotiate(own, comm._group.transport).check
+        return negotiate(own, group_of(comm).transport).check
 
     strictest = max(levels, key=["off", "sample", "always"].index)
     assert inprocess.run_ranks(3, ask) == [strictest] * 3
@@ -241,7 +242,7 @@ def test_settings_that_must_be_equal_are_compared(field, values, leaders, expect
     def ask(comm):
         own = replace(Settings(timeout=10), **{field: values[comm.rank]})
         try:
-            return getattr(negotiate(own, comm._group.transport, leaders), field)
+            return getattr(negotiate(own, group_of(comm).transport, leaders), field)
         except cc.LaunchError as error:
             return str(error)
 

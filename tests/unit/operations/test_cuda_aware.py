@@ -8,6 +8,7 @@ import pytest
 
 import inprocess
 from collectives.calls import shared_settings
+from collectives.communicator import group_of
 from collectives.core.settings import Settings
 
 
@@ -16,7 +17,7 @@ def answers(wishes, monkeypatch, says=False):
 
     def ask(comm):
         wish = Settings(timeout=10, cuda_aware=wishes[comm.rank])
-        return shared_settings.negotiate(wish, comm._group.transport).cuda_aware
+        return shared_settings.negotiate(wish, group_of(comm).transport).cuda_aware
 
     return inprocess.run_ranks(len(wishes), ask)
 

@@ -7,6 +7,7 @@ import pytest
 
 import collectives as cc
 import inprocess
+from collectives.communicator import group_of
 from collectives.plans.prepared_calls import MessageCall, NodeCall
 from inprocess import world_settings
 
@@ -34,8 +35,8 @@ def test_a_plan_that_is_found_gives_what_its_first_call_gave(name, count, shared
             result = CALLS[name](comm, np.arange(count) * (comm.rank + 1.0))
             results.append(None if result is None else result.tobytes())
             if step == 0:
-                made = dict(comm._group.plans)
-        assert comm._group.plans == made  # the first call's, and no other
+                made = dict(group_of(comm).plans)
+        assert group_of(comm).plans == made  # the first call's, and no other
         (plan,) = made.values()
         assert type(plan) is (NodeCall if shared and name != "ring" else MessageCall)
         assert results == [results[0]] * 3

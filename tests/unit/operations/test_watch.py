@@ -13,6 +13,7 @@ import pytest
 import collectives as cc
 import inprocess
 from collectives.calls.group import attach_listeners_to_all
+from collectives.communicator import group_of
 from collectives.core.errors import MismatchError
 from collectives.operations.timeline_control import compare_clocks
 from collectives.tracing import timeline
@@ -236,7 +237,7 @@ def test_a_timeline_may_begin_and_end_between_calls(tmp_path):
 def test_clocks_of_one_machine_are_alike(leaders):
     def compare(comm):
         return compare_clocks(
-            comm._group.transport, comm._group.leaders, comm._group.deadline("a test")
+            group_of(comm).transport, group_of(comm).leaders, group_of(comm).deadline("a test")
         )
 
     found = inprocess.run_ranks(len(leaders), compare, leaders=leaders)

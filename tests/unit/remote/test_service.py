@@ -11,6 +11,7 @@ import pytest
 from calls import until
 
 import elsewhere
+from collectives import extend
 from collectives.channel.channel import ReceivedMessage
 from strategies.errors import (
     CancelledError,
@@ -153,9 +154,6 @@ class Busy:
 
     rank, size, idle, dead = 0, 3, True, frozenset({2})
 
-    def open_channel(self):
-        return self
-
     def poll(self):
         header = bytearray(protocol.encode(Kind.PONG)[0])
         return ReceivedMessage(1, [np.frombuffer(header, np.uint8)])
@@ -173,7 +171,8 @@ class Busy:
         pass
 
 
-def test_a_death_is_noticed_while_messages_come_without_a_pause():
+def test_a_death_is_noticed_while_messages_come_without_a_pause(monkeypatch):
+    monkeypatch.setattr(extend, "open_channel", lambda comm: comm)
     exchange = MessageLoop(Busy(), LIMIT, lambda work, target: None)
     try:
         assert exchange.departures([2], LIMIT) == {2: "task 2 died"}

@@ -429,7 +429,8 @@ def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
     program.write_text(
         "import collectives as cc\n"
         "from collectives.algorithms import selection\n"
-        "layout = cc.init()._group.layout\n"
+        "from collectives.communicator import group_of\n"
+        "layout = group_of(cc.init()).layout\n"
         "picked = selection.pick('allreduce', 1 << 20, layout)\n"
         "print(cc.rank(), layout.machine, picked, flush=True)\n"
     )
