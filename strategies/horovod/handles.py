@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from strategies.horovod.controller.execution import PendingRequest
+from strategies.horovod.controller.pending_requests import PendingRequest
 from strategies.horovod.controller.request_signature import RequestKey, RequestSignature
 from strategies.horovod.process_sets import Bound, ProcessSet
 from strategies.horovod.requests import RequestSpec

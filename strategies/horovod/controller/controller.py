@@ -34,8 +34,7 @@ import numpy as np
 import collectives as cc
 from collectives import extend
 from strategies.horovod.controller.background_thread import BackgroundThread, CycleTime
-from strategies.horovod.controller.execution import PendingRequest, Response, execute
-from strategies.horovod.controller.names import NamesInUse
+from strategies.horovod.controller.execution import Response, execute
 from strategies.horovod.controller.negotiation import (
     MOST,
     Joined,
@@ -45,6 +44,7 @@ from strategies.horovod.controller.negotiation import (
     Ready,
     Stalled,
 )
+from strategies.horovod.controller.pending_requests import NamesInUse, PendingRequest
 from strategies.horovod.controller.request_signature import RequestKey, RequestSignature, label
 from strategies.horovod.controller.response_cache import CacheEntry, cache_key
 

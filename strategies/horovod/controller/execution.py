@@ -14,68 +14,15 @@ import numpy as np
 
 import collectives as cc
 from strategies.core import array_ops
-from strategies.horovod.controller.request_signature import RequestKey, RequestSignature
+from strategies.horovod.controller.pending_requests import PendingRequest
+from strategies.horovod.controller.request_signature import RequestSignature
 
-__all__ = ["WITHOUT_JOINED", "PendingRequest", "Response", "execute"]
+__all__ = ["WITHOUT_JOINED", "Response", "execute"]
 
 OPS: dict[str, Any] = {op.value: op for op in (cc.MEAN, cc.SUM, cc.MIN, cc.MAX, cc.PRODUCT)}
 
 WITHOUT_JOINED = ("alltoall", "reducescatter")
 """Operations whose rows would be lost on a rank that has joined."""
-
-
-class PendingRequest:
-    """A call of this rank, and what became of it.
-
-    Attributes:
-        key: by what it is found on the other ranks.
-        description: what it means.
-        arrays: what this rank brings.
-        targets: where results go; new arrays where there are none.
-        splits: of an all-to-all.
-        since: when it was made, of `time.monotonic`.
-        warned: whether a warning has named it.
-        done: whether there is a result, or an error.
-        results: one for each array.
-        error: why there are none.
-    """
-
-    __slots__ = (
-        "arrays", "description", "done", "error", "key", "results", "since", "splits", "targets",
-        "warned",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        key: RequestKey,
-        description: RequestSignature,
-        arrays: Sequence[Any] = (),
-        targets: Sequence[Any] | None = None,
-        splits: Sequence[int] | None = None,
-    ) -> None:
-        self.key, self.description = key, description
-        self.arrays, self.targets, self.splits = arrays, targets, splits
-        self.since = 0.0
-        self.warned = self.done = False
-        self.results: Sequence[Any] = ()
-        self.error: Exception | None = None
-
-    def succeed(self, results: Sequence[Any]) -> None:
-        """Hand over results, in their targets if there are some."""
-        if self.targets is not None:
-            for target, result in zip(self.targets, results, strict=True):
-                if target is not result:
-                    _copy(result, target)
-            results = self.targets
-        self.arrays = ()
-        self.results = results
-        self.done = True
-
-    def fail(self, error: Exception) -> None:
-        """Hand over an error."""
-        self.arrays = ()
-        self.error = error
-        self.done = True
 
 
 class Response(NamedTuple):
@@ -256,10 +203,3 @@ def _identity_element(dtype: str, shape: tuple[int, ...], op: str) -> Any:
         limits = np.iinfo(kind)
         return np.full(shape, limits.max if op == "MIN" else limits.min, kind)
     return np.full(shape, np.inf if op == "MIN" else -np.inf).astype(kind)
-
-
-def _copy(result: Any, target: Any) -> None:
-    if hasattr(target, "copy_"):
-        target.detach().copy_(result)
-    else:
-        target[...] = result
