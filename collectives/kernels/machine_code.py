@@ -22,6 +22,8 @@ import importlib
 import importlib.util
 import os
 import socket
+import subprocess
+import sys
 import threading
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -30,7 +32,7 @@ from typing import Any
 from collectives.core import compile_time
 from collectives.kernels import code_cache, compile_lock
 
-__all__ = ["KNOWN_SYMBOLS", "load", "function", "is_kept", "ensure"]
+__all__ = ["KNOWN_SYMBOLS", "compile_ahead", "ensure", "function", "is_kept", "load"]
 
 # How Python calls what `compiling.python_code` makes.
 _OF_PYTHON = (
@@ -106,6 +108,50 @@ def _makes_code(where: str) -> bool:
 def is_kept(module: str, *words: str) -> bool:
     """Tell whether a file has a function; arguments as `load`."""
     return _Code((module, *words)).read() is not None
+
+
+# The ranks have priority, but a rank that needs the code waits for it: not the lowest priority.
+_AHEAD_NICE = 5
+
+_AHEAD_PROGRAM = """
+import os, sys
+os.nice({nice})
+from collectives.kernels import machine_code
+for name in {names}:
+    machine_code.load(*name)
+"""
+
+
+@functools.cache
+def compile_ahead(module: str, *kinds: str) -> subprocess.Popen[bytes] | None:
+    """Start a process that compiles the functions that no file has; once in a process.
+
+    Surviving ranks may need a kind of call that they have not made yet: arrays that four ranks
+    reduce in one round are reduced piece by piece by two. With an empty cache that compilation
+    takes 2 s of a core (10 s when four ranks shared two cores with other programs), during which
+    no rank trains. The caller does not wait for the process; if it fails, the code is compiled
+    where it is needed.
+
+    Args:
+        module: as `load`.
+        kinds: the only word of each function.
+
+    Returns:
+        The process; None if all functions have files, or no process can be started.
+    """
+    names = [(module, kind) for kind in kinds if not is_kept(module, kind)]
+    if not names:
+        return None
+    # The process finds the package where this one has found it.
+    environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
+    try:
+        return subprocess.Popen(
+            [sys.executable, "-c", _AHEAD_PROGRAM.format(nice=_AHEAD_NICE, names=names)],
+            env=environment, stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL, stderr=subprocess.DEVNULL,
+        )  # fmt: skip
+    except OSError:
+        return None
 
 
 @functools.cache

@@ -53,7 +53,7 @@ from collectives.arrays.reduction import Op
 from collectives.core import topology
 from collectives.core.errors import PeerFailure
 from collectives.core.settings import Stores
-from collectives.kernels import machine_code, precompile
+from collectives.kernels import machine_code
 from collectives.kernels.loops import loops, reversed_loop, reversed_name
 from collectives.kernels.loops import names as loop_names
 from collectives.node import control_block, kernel_selection, segment, temporary_directories
@@ -105,7 +105,7 @@ CopyTable = Sequence[tuple[int, int, int, int]]
 def compile_ahead() -> None:
     """Let another process compile the kinds of calls that were never made on this machine."""
     # First what the first calls of most programs do not need.
-    precompile.compile_ahead(
+    machine_code.compile_ahead(
         _ROUNDS, "pipelined", "direct", "shared", "pipelined_copy", "one_shot_copy", "one_shot"
     )
 

@@ -12,17 +12,31 @@ from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
 
-from collectives.tools import plot, timeline_plot
-from collectives.tools.timeline_files import Ranks, RankTimeline, RecordedCall, events, read
+from collectives.tools import plot
+from collectives.tools.timeline_files import (
+    Ranks,
+    RankTimeline,
+    RecordedCall,
+    events,
+    read,
+    spans_of,
+)
 from collectives.tracing.timeline import FIRST_LINE, LAST_LINE
 from collectives.tracing.timeline_events import KINDS
 
-__all__ = ["Late", "late_ranks", "merge", "report", "run"]
+__all__ = ["Late", "draw", "late_ranks", "merge", "report", "run"]
 
 MERGED = "timeline.json"
 
 # How many ranks, and ranks that wait for one, are printed.
 _LINES, _NAMES = 8, 6
+
+# In the picture: colors of what a call spends its time on, and of the bars below.
+_COLORS = dict(zip(KINDS, ("tab:red", "tab:blue", "tab:green", "tab:orange"), strict=True))
+_BACKGROUNDS = {"span": "lightblue", "call": "lightgrey"}
+
+# In the picture: first and last height of a bar, from the middle of its rank's row.
+_HEIGHTS = {"span": (0.04, 0.32), "call": (-0.36, 0.36), "part": (-0.36, 0.24)}
 
 
 def merge(ranks: Ranks, path: Path) -> None:
@@ -141,6 +155,35 @@ def report(ranks: Ranks) -> str:
     return "\n".join(lines)
 
 
+def draw(ranks: Ranks, path: Path) -> None:
+    """Draw a row for each rank, with its spans and calls; the suffix of `path` is the format."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+    from matplotlib.patches import Patch
+
+    figure = Figure(figsize=(11, 1.2 + 0.8 * len(ranks)), layout="constrained")
+    FigureCanvasAgg(figure)
+    axes = figure.subplots()
+    zero = min(rank.at(rank.first) for rank in ranks.values())
+    for row, rank in enumerate(ranks.values()):
+        for one in spans_of(rank):
+            began, ended = ((rank.at(time) - zero) / 1000 for time in (one.began, one.ended))
+            low, height = _HEIGHTS[one.kind]
+            color = _BACKGROUNDS.get(one.kind) or _COLORS[one.name]
+            bar, across = (began, ended - began), (row - low - height, height)
+            axes.broken_barh([bar], across, color=color, ec="white", lw=0.3)
+            if one.kind == "span":
+                middle = (began + ended) / 2, row - low - height / 2
+                axes.annotate(one.name, middle, ha="center", va="center", fontsize=7)
+    axes.set_yticks(range(len(ranks)), [f"rank {number}" for number in ranks])
+    axes.set_ylim(len(ranks) - 0.5, -0.5)
+    axes.set_xlabel("ms")
+    legend = {**{f"a {kind}": color for kind, color in _BACKGROUNDS.items()}, **_COLORS}
+    patches = [Patch(color=color, label=name) for name, color in legend.items()]
+    figure.legend(handles=patches, loc="outside upper center", ncols=len(patches), fontsize=8)
+    plot.save(figure, path)
+
+
 def run(directory: Path, out: Path | None, picture: Path | None) -> int:
     """Merge, print the report, and draw it; returns the exit status."""
     if picture is not None and not plot.is_possible():
@@ -157,6 +200,6 @@ def run(directory: Path, out: Path | None, picture: Path | None) -> int:
     for remark in remarks:
         print(remark)
     if picture is not None:
-        timeline_plot.draw(ranks, picture)
+        draw(ranks, picture)
     print(f"all of it, for https://ui.perfetto.dev: {merged}")
     return 0

@@ -2,10 +2,11 @@
 
 from __future__ import annotations
 
-from strategies.horovod import build_info, context, elastic
-from strategies.horovod.build_info import *  # noqa: F403  # listed there
+import collectives as cc
+from collectives import extend
+from strategies.horovod import context, elastic
 from strategies.horovod.compression import Compression
-from strategies.horovod.context import *  # noqa: F403
+from strategies.horovod.context import *  # noqa: F403  # listed there
 from strategies.horovod.exceptions import HorovodInternalError, HostsUpdatedInterrupt
 from strategies.horovod.objects import (
     allgather_object,
@@ -58,15 +59,55 @@ __all__ = [
     "broadcast_async",
     "broadcast_object",
     "broadcast_optimizer_state",
+    "ccl_built",
+    "cuda_built",
+    "ddl_built",
     "elastic",
     "global_process_set",
+    "gloo_built",
+    "gloo_enabled",
     "grouped_allgather_async",
     "grouped_allreduce_async",
     "grouped_reducescatter_async",
     "join",
     "metric_average",
+    "mpi_built",
+    "mpi_enabled",
+    "mpi_threads_supported",
+    "nccl_built",
     "poll",
     "reducescatter_async",
+    "rocm_built",
     "synchronize",
 ]
-__all__ += build_info.__all__ + context.__all__
+__all__ += context.__all__
+
+
+def mpi_threads_supported() -> bool:
+    """Return whether several threads may send messages."""
+    return extend.supports_threads(cc.init())
+
+
+def mpi_built() -> bool:
+    """Return True: messages go by MPI."""
+    return True
+
+
+mpi_enabled = mpi_built
+
+
+def gloo_built() -> bool:
+    """Return False: Gloo is not used."""
+    return False
+
+
+def nccl_built() -> int:
+    """Return 0: NCCL is not used by default.
+
+    Programs ask whether NCCL reduces gradients on GPUs. Horovod's names reduce by MPI;
+    `algorithm="nccl"` or UNISONO_NCCL makes `collectives` reduce by NCCL.
+    """
+    return 0
+
+
+gloo_enabled = ddl_built = ccl_built = cuda_built = rocm_built = gloo_built

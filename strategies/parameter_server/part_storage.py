@@ -7,6 +7,7 @@ update, large variables are changed at the same time, by several threads.
 from __future__ import annotations
 
 import os
+from collections import deque
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -20,19 +21,63 @@ from strategies.core.sparse import Gradient, Rows, checked_rows
 from strategies.errors import InvalidArgumentError
 from strategies.optimizers import Optimizer
 from strategies.parameter_server import state_io
-from strategies.parameter_server.dirty_rows import DirtyRows
 from strategies.parameter_server.state_io import ServerState
 from strategies.variables.server_ops import rounded, widened
 from strategies.variables.stored_variable import StoredVariable
 
-__all__ = ["PartStorage"]
+__all__ = ["DirtyRows", "PartStorage"]
 
 Array = npt.NDArray[Any]
+Indices = npt.NDArray[np.int64]
 
 # Bytes of gradients from which an update is worth several threads: handing out the work takes some
 # 0.1 ms, in which one thread changes about this much.
 _WORTH_THREADS = 1 << 20
 _MOST_THREADS = min(4, os.cpu_count() or 1)  # more do not make memory faster
+
+
+class DirtyRows:
+    """Rows of a variable or part that the last updates changed, so that a reply has only these.
+
+    ::
+
+        update to version   7         8       9
+        rows               3 5       5 9      7          a worker at version 7 lacks 5 7 9
+
+    A worker's copy has the version of its last reply. Updates by arrays change all rows. Once the
+    recorded rows exceed half of the variable, the oldest are dropped, and workers at older versions
+    get the whole variable.
+
+    Args:
+        shape: shape of the variable.
+    """
+
+    def __init__(self, shape: tuple[int, ...]) -> None:
+        # Writing rows to their indices takes about twice as long as copying an array.
+        self._most = shape[0] // 2 if shape else 0
+        self._noted: deque[tuple[int, Indices]] = deque()
+        self._count = 0
+        self._known_from = 0  # copies of older versions need the whole
+
+    def rows(self, version: int, indices: Indices) -> None:
+        """Record the rows that the update to this version changed."""
+        self._noted.append((version, indices))
+        self._count += len(indices)
+        while self._count > self._most:
+            self._known_from, oldest = self._noted.popleft()
+            self._count -= len(oldest)
+
+    def all(self, version: int) -> None:
+        """Record that copies older than this version need the whole variable."""
+        self._noted.clear()
+        self._count, self._known_from = 0, version
+
+    def since(self, version: int) -> Indices | None:
+        """Return the rows that a copy of this version lacks, sorted; None for all."""
+        if version < self._known_from:
+            return None
+        newer = [indices for changed, indices in self._noted if changed > version]
+        return np.unique(np.concatenate(newer)) if newer else np.empty(0, np.int64)
 
 
 class PartStorage:

@@ -9,13 +9,15 @@ from __future__ import annotations
 
 import logging
 import time
-from typing import NamedTuple
+from collections.abc import Callable
+from typing import Any, NamedTuple
+
+import numpy as np
 
 import collectives as cc
 from strategies.core.process_group import ProcessGroup
 from strategies.elastic import event_log
 from strategies.elastic.preemption import Preemption
-from strategies.session.votes import StepVotes, reduce_votes
 
 __all__ = ["StepActions", "StopControl"]
 
@@ -23,6 +25,24 @@ _log = logging.getLogger(__name__)
 
 # Of the time that is left after a signal, this many steps and saves are kept for the last ones.
 _SPARE_STEPS, _SPARE_SAVES = 6, 2
+
+
+class _StepVotes(NamedTuple):
+    """What one rank wants at the end of a step, or what any rank wants.
+
+    Attributes:
+        stop: the training is over.
+        save: a checkpoint is due.
+        asked: the batch system has asked the job to stop.
+        leave: no time is left for another step.
+        failed: a hook has raised an error.
+    """
+
+    stop: bool = False
+    save: bool = False
+    asked: bool = False
+    leave: bool = False
+    failed: bool = False
 
 
 class StepActions(NamedTuple):
@@ -67,7 +87,7 @@ class StopControl:
     def meet(self, ranks: ProcessGroup) -> None:
         """Agree with these ranks from now on; *collective*."""
         self._ranks = ranks
-        self._agreed = reduce_votes(ranks.comm)
+        self._agreed = _reduce_votes(ranks.comm)
 
     def request_stop(self) -> None:
         """Want no step after this one."""
@@ -95,7 +115,7 @@ class StopControl:
         """
         self._steps = steps
         asked = self._preemption.asked
-        own = StepVotes(
+        own = _StepVotes(
             self._stop_wanted,
             self._save_wanted,
             asked,
@@ -136,3 +156,23 @@ class StopControl:
         mean = (now - self._began) / max(1, self._steps)
         spare = _SPARE_STEPS * mean + _SPARE_SAVES * self._seconds_of_save
         return now > asked_at + grace - spare
+
+
+def _reduce_votes(comm: cc.Communicator | None) -> Callable[[_StepVotes], _StepVotes]:
+    """Return a function that reduces the votes of all ranks by logical or; *collective*.
+
+    Cost per call: a planned all-reduce of 40 bytes, about 1 us on one node when all ranks have
+        arrived; nothing for one rank. A step exchanges nothing else.
+    """
+    if comm is None or comm.size == 1:
+        return lambda votes: votes
+    # No other exchange of these ranks has five elements, so that a rank in another call raises.
+    buffer = np.zeros(len(_StepVotes._fields), np.int64)
+    allreduce: Any = comm.plan_allreduce(buffer, op=cc.MAX)
+
+    def reduced(votes: _StepVotes) -> _StepVotes:
+        buffer[:] = votes
+        allreduce()
+        return _StepVotes._make(buffer.astype(bool).tolist())
+
+    return reduced

@@ -3,20 +3,20 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Sequence
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
 from typing import Any
 
 import collectives as cc
 from strategies.core import gradient_sums
 from strategies.core.process_group import ProcessGroup
 from strategies.core.validation import integer
-from strategies.optimizers.gradient_pairs import Pair, resolve
+from strategies.optimizers import Optimizer
+from strategies.optimizers.gradient_pairs import Pair, resolve, split
 from strategies.remote_optimizers.parameter_host import Parameter, ParameterHost, refuse_others
 from strategies.replicas import context, datasets
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy
 from strategies.rpc.service import Service
-from strategies.spare_replica.per_variable_optimizer import PerVariableOptimizer
 from strategies.spare_replica.steps import SpareSteps, StepReport
 from strategies.strategy.base import Strategy
 
@@ -202,7 +202,7 @@ class SpareReplicaStrategy(Strategy):
             self._everyone.run_then_agree(
                 "DistributedOptimizer", lambda: refuse_others(given, made)
             )
-        optimizer = PerVariableOptimizer({p.name: p.optimizer for p in given})
+        optimizer = _PerVariableOptimizer({p.name: p.optimizer for p in given})
 
         def push(pairs: Any, rates: Any, examples: Any) -> None:  # the chief's rates count
             self.apply_gradients(optimizer, pairs, examples=examples)
@@ -261,3 +261,44 @@ class SpareReplicaStrategy(Strategy):
                 f"({type(optimizer).__name__})"
             )
         return pairs
+
+
+class _PerVariableOptimizer:
+    """The optimizers of several variables, with the interface of one optimizer.
+
+    Args:
+        optimizers: name of a variable -> its optimizer; variables may share one.
+    """
+
+    def __init__(self, optimizers: Mapping[str, Optimizer]) -> None:
+        self._optimizers = dict(optimizers)
+        self.step = 0
+
+    def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
+        """Update every variable by its optimizer."""
+        shares: dict[int, list[tuple[Any, Any]]] = {}
+        pairs = [split(x, "apply_gradients", i) for i, x in enumerate(grads_and_vars)]
+        for gradient, variable in pairs:
+            number = id(self._optimizers[variable.name])
+            shares.setdefault(number, []).append((gradient, variable))
+        for optimizer in self._all():
+            optimizer.apply_gradients(shares.get(id(optimizer), []))
+        self.step += 1
+
+    def state_dict(self) -> dict[str, Any]:
+        """Return the state of each optimizer, with its number before each key."""
+        states = [optimizer.state_dict() for optimizer in self._all()]
+        found = {f"{n}/{key}": value for n, own in enumerate(states) for key, value in own.items()}
+        return {"step": self.step, **found}
+
+    def load_state_dict(self, state: Mapping[str, Any]) -> None:
+        """Load what `state_dict` returned."""
+        for number, optimizer in enumerate(self._all()):
+            start = f"{number}/"
+            own = {key[len(start) :]: v for key, v in state.items() if key.startswith(start)}
+            optimizer.load_state_dict(own)
+        self.step = int(state["step"])
+
+    def _all(self) -> list[Optimizer]:
+        """Return the distinct optimizers in the order of the variables."""
+        return list({id(o): o for o in self._optimizers.values()}.values())

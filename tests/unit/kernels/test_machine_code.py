@@ -389,9 +389,9 @@ def test_a_rank_alone_compiles_nothing(tmp_path):
 
 
 AHEAD = """
-    from collectives.kernels import precompile as ahead
+    from collectives.kernels import machine_code
 
-    process = ahead.compile_ahead("made", "times")
+    process = machine_code.compile_ahead("made", "times")
     print(None if process is None else process.wait(90))
 """
 

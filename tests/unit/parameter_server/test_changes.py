@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strategies.parameter_server.dirty_rows import DirtyRows
+from strategies.parameter_server.part_storage import DirtyRows
 
 
 def noted(*updates, rows=100):
