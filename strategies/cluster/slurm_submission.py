@@ -52,7 +52,7 @@ fi
 
 """
 
-# The end of slurm/train.sbatch, to the letter (tests/unit/test_submission.py).
+# The end of slurm/train.sbatch, to the letter (tests/unit/cluster/test_slurm_submission.py).
 _BODY = """\
 # A job that has to make room for another hears SIGTERM, on all nodes but this one. The ranks there
 # hear it as well, but by it a daemon of Open MPI would end the job, with status 0. mpirun starts

@@ -127,7 +127,7 @@ def test_a_call_says_what_where_and_of_what_it_was_made(shown):
             "algorithm": "node", "where": "near", "group": "world:0", "compression": "none",
         }  # fmt: skip
         assert expected.items() <= call["args"].items()
-        assert call["args"]["at"].startswith("test_watch.py:")
+        assert call["args"]["at"].startswith("test_timeline_events.py:")
         assert {"copy", "reduce"} <= set(one.inside(call))
         spent = sum(call["args"].get(f"{kind} us", 0) for kind in KINDS)
         assert 0 < spent <= call["dur"]
@@ -191,7 +191,7 @@ def test_an_asynchronous_call_is_on_a_track_of_its_own(shown):
     first, second = requests.named("allreduce")
     assert first["args"]["group"] == second["args"]["group"] == "world.1:0"
     assert first["args"]["key"] == second["args"]["key"]
-    assert first["args"]["at"].startswith("test_watch.py:")
+    assert first["args"]["at"].startswith("test_timeline_events.py:")
 
 
 def test_an_array_of_another_rank_is_network(shown):
