@@ -140,6 +140,12 @@ def test_no_module_imports_itself_in_a_circle(package):
         below.update({m: arrows[m] for m in free})
 
 
+def test_folders_of_unit_tests_are_rooms():
+    rooms = {room for floors in FLOORS.values() for floor in floors for room in floor}
+    unit = ROOT / "tests" / "unit"
+    assert {file.relative_to(unit).parts[0] for file in unit.glob("*/*.py")} <= rooms
+
+
 def test_strategies_use_only_public_names_of_collectives():
     for name, file in modules("strategies").items():
         for module in imported(file, modules("collectives")):
