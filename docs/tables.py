@@ -1,4 +1,4 @@
-"""What pages and docstrings list of the code: rooms, modules and algorithms.
+"""What pages and docstrings list of the code: rooms, modules, algorithms and their costs.
 
 python docs/tables.py    writes the tables of docs/architecture.md and docs/operations.md, and the
                          names of algorithms in the docstrings of operations
@@ -13,6 +13,7 @@ from collections.abc import Iterable, Iterator
 from pathlib import Path
 
 ROOT = Path(__file__).resolve().parent.parent
+ALGORITHMS = ROOT / "collectives" / "algorithms"
 BEGIN = "<!-- by docs/tables.py: -->\n"
 END = "<!-- end -->\n"
 
@@ -59,17 +60,48 @@ def tables(package: str) -> Iterator[str]:
     yield "\n"
 
 
+def implementations() -> dict[str, dict[str, str]]:
+    """Return operation -> name of an algorithm -> its module, in the order of the code."""
+    found: dict[str, dict[str, str]] = {}
+    for node in ast.parse((ALGORITHMS / "selection.py").read_text()).body:
+        if isinstance(node, ast.AnnAssign) and isinstance(node.value, ast.Dict):
+            rows = node.value
+            if ast.unparse(node.target) == "SCANS":  # one table of names for two operations
+                rows = ast.Dict([ast.Constant("scan, exscan")], [rows])
+            for operation, names in zip(rows.keys, rows.values, strict=True):
+                assert isinstance(names, ast.Dict)
+                found[ast.literal_eval(operation)] = {
+                    ast.literal_eval(name): re.findall(r"\w+(?=\.)", ast.unparse(value))[0]
+                    for name, value in zip(names.keys, names.values, strict=True)
+                }
+    return found
+
+
 def algorithms() -> dict[str, list[str]]:
     """Return the names of the algorithms of each operation, in the order of the code."""
-    text = (ROOT / "collectives" / "algorithms" / "selection.py").read_text()
-    for node in ast.parse(text).body:
-        if isinstance(node, ast.AnnAssign) and ast.unparse(node.target) == "ALGORITHMS":
-            assert isinstance(node.value, ast.Dict)
-            return {
-                ast.literal_eval(operation): ["auto", "node", *map(ast.literal_eval, names.keys)]
-                for operation, names in zip(node.value.keys, node.value.values, strict=True)
-            }
-    raise LookupError("selection.py has no ALGORITHMS")
+    return {
+        operation: ["auto", "node", *names]
+        for operation, names in implementations().items()
+        if operation != "scan, exscan"
+    }
+
+
+def costs(module: str) -> dict[str, str]:
+    """Return operation -> messages, bytes and scratch, from the table in a module's docstring."""
+    text = ast.get_docstring(ast.parse((ALGORITHMS / f"{module}.py").read_text())) or ""
+    _, _, table = text.partition("  scratch\n")
+    rows = [re.split(" {2,}", row.strip()) for row in table.partition("\n\n")[0].splitlines()]
+    return {operation: " | ".join(cells) for operation, *cells in rows}
+
+
+def cost_table() -> Iterator[str]:
+    """Give the lines of the table of costs; MPI does not say those of its own algorithms."""
+    yield "| operation | algorithm | messages sent per rank | bytes sent per rank | scratch |\n"
+    yield "| --- | --- | --- | --- | --- |\n"
+    for operation, names in implementations().items():
+        for name, module in names.items():
+            if name != "native":
+                yield f"| {operation} | {name} | {costs(module)[operation]} |\n"
 
 
 def algorithm_table() -> Iterator[str]:
@@ -98,21 +130,22 @@ def docstring(text: str, names: dict[str, list[str]]) -> str:
     return text
 
 
-def between(page: Path, lines: Iterable[str]) -> str:
-    """Return a page with these lines between its marks."""
-    before, _, rest = page.read_text().partition(BEGIN)
-    _, _, after = rest.partition(END)
-    return before + BEGIN + "\n" + "".join(lines) + END + after
+def between(page: Path, *tables: Iterable[str]) -> str:
+    """Return a page with these tables between its marks, in their order."""
+    first, *parts = page.read_text().split(BEGIN)
+    for table, part in zip(tables, parts, strict=True):
+        first += BEGIN + "\n" + "".join(table) + END + part.partition(END)[2]
+    return first
 
 
 def texts() -> dict[Path, str]:
     """Return the texts of all files with something generated, as they should be."""
     packages = [line for package in ("collectives", "strategies") for line in tables(package)]
-    table, names = [*algorithm_table(), "\n"], algorithms()
+    names = algorithms()
     architecture, operations = ROOT / "docs" / "architecture.md", ROOT / "docs" / "operations.md"
     found = {
-        architecture: between(architecture, packages),
-        operations: between(operations, table),
+        architecture: between(architecture, packages, [*cost_table(), "\n"]),
+        operations: between(operations, [*algorithm_table(), "\n"]),
     }
     for file in sorted((ROOT / "collectives" / "operations").glob("*.py")):
         found[file] = docstring(file.read_text(), names)

@@ -8,24 +8,12 @@ messages between nodes.
 
 Ranks are placed node by node, P/N = k on each of N nodes, P ranks in all. A step of an algorithm is
 as slow as its slowest link. Messages of several ranks of a node at once share the node's link to
-the network, in either direction, which is what tells the algorithms apart:
+the network, in either direction, which is what tells the algorithms apart.
 
-| algorithm | allreduce of S bytes on one node | between nodes |
-| --- | --- | --- |
-| ring | 2 (P-1) a + S (P-1)/P (2 b + g) | one message per node in a step |
-| double_tree | 2 log P (a + 2 s b + s g) + 2 S b | k messages per node |
-| tree | log P (2 a + S (2 b + g)) | one message per node and level |
-| doubling | log P (a + S (b + g)) | up to k messages per node and round |
-| halving | 2 m a + S (P-1)/P (2 b + g) | up to k messages per node and round |
-| hierarchical | - | inside the nodes as node; between N nodes S bytes per node |
-| node | a + S b + (P-1) S g, above 8 KiB in slots | - |
-
-A round of a halving in which more than one chunk moves is two messages on ranks whose chunks are at
-both ends of the buffer; m counts log P rounds with these. Chunks go in slices that follow one
-another, so a long message costs its bytes and one alpha; what is combined overlaps with it, and s
-is a slice. Where lines are fast it is the programs that take the time: a message costs each of the
-two half of a node's alpha. The figures are for choosing and for
-planning, within a factor of two; `python -m collectives tune` holds them against measurements.
+Chunks go in slices that follow one another, so a long message costs its bytes and one alpha, and
+combining overlaps with it. On fast links the programs take the time: a message costs each of the
+two half of a node's alpha. The figures are for choosing and for planning, within a factor of two;
+`python -m collectives tune` compares them with measurements.
 
 Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations
 in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005), sections 3 and 4.

@@ -15,9 +15,15 @@ The root is above both. For 7 ranks and root 0:
 A *broadcast* goes down both trees at once, a *reduce* comes up, both in slices that are passed on
 as they arrive; an all-reduce is a reduce and a broadcast.
 
-Cost: a broadcast or a reduce moves S bytes in and S bytes out of each rank but the root's and the
-leaves', in about log2 P hops more than it has slices; an all-reduce twice that. Scratch S. Few
-messages cross between distant ranks, which helps where switches are narrow above.
+Cost per rank:
+
+    operation  messages sent  bytes sent  scratch
+    allreduce  up to 4        up to 2 S   S
+    reduce     2              S           S
+    broadcast  up to 2        up to S     none
+
+A broadcast or a reduce takes about log2 P hops more than it has slices. Few messages cross between
+distant ranks, which helps where switches are narrow above.
 
 Order: a rank adds its left child's part, then its right one's; all ranks get the same bits, in
 every run.
@@ -132,7 +138,11 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
 
 
 def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `allreduce` should take."""
+    """Return how long `allreduce` of so many bytes should take.
+
+    On one node: 2 log P (alpha + 2 s beta + s gamma) + 2 S beta, with slices of s bytes.
+    Between nodes: k messages per node.
+    """
     return reduce_seconds(nbytes, layout) + broadcast_seconds(nbytes, layout)
 
 

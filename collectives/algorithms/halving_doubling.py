@@ -22,8 +22,14 @@ A rank that is done early with a round would begin the next one while its new pa
 the last; the two would share a line, which makes the late one later, and so on through all ranks.
 So where a round is longer than a slice, a rank first says that it is ready to receive.
 
-Cost per rank, all-reduce: 2 ceil(log2 P) rounds and 2 (P - 1)/P S bytes; half of both for either
-part. Scratch S/2.
+Cost per rank:
+
+    operation       messages sent            bytes sent     scratch
+    allreduce       2 ceil(log2 P), or more  2 (P - 1)/P S  S/2
+    reduce_scatter  ceil(log2 P), or more    (P - 1)/P S    S/2
+    allgather       ceil(log2 P), or more    (P - 1)/P S    none
+
+Chunks from both ends of the buffer are two messages; that a rank is ready is one of a byte.
 
 Order: chunk `c` is summed over a tree of ranks that depends on P alone, on one rank; all ranks get
 the same bits, in every run.
@@ -65,7 +71,12 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
 
 
 def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `allreduce` of so many bytes should take."""
+    """Return how long `allreduce` of so many bytes should take.
+
+    On one node: 2 m alpha + S (P - 1)/P (2 beta + gamma), with m messages in log P rounds; a round
+        whose chunks are at both ends of the buffer has two.
+    Between nodes: up to k messages per node and round.
+    """
     return reduce_scatter_seconds(nbytes, layout) + allgather_seconds(nbytes, layout)
 
 

@@ -14,9 +14,16 @@ each, rails 0 and 1, a buffer of two chunks:
 Nodes may have different numbers of ranks: there are as many rails as the smallest node has ranks,
 and the ranks beyond own an empty chunk.
 
-Cost per node and direction of its link: 2 (N - 1)/N S bytes for N nodes, the least possible. A flat
-ring over nodes in order sends 2 (P - 1)/P S, and more the more often neighbours on the ring are on
-different nodes: 2 (P - 1)/P S for each rank of the node if they always are.
+Cost per rank of N nodes, by rings between nodes and without messages inside them:
+
+    operation  messages sent       bytes sent           scratch
+    allreduce  2 (N - 1)           2 (N - 1)/N S/rails  up to S/rails
+    broadcast  1                   S/rails              none
+    barrier    up to ceil(log2 N)  up to ceil(log2 N)   none
+
+The bytes of an all-reduce on a node's link, 2 (N - 1)/N S in each direction, are the least
+possible. A flat ring over nodes in order sends 2 (P - 1)/P S, and more the more often neighbours on
+the ring are on different nodes: 2 (P - 1)/P S for each rank of the node if they always are.
 
 Order: that of the stages; all ranks get the same bits, in every run, if the stages do so.
 
@@ -136,7 +143,10 @@ def allreduce(levels: Levels, buffer: Array, op: Op, deadline: Deadline) -> None
 
 
 def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `allreduce` of so many bytes should take."""
+    """Return how long `allreduce` of so many bytes should take.
+
+    Inside the nodes as by the node engine; between N nodes S bytes per node.
+    """
     own, rail = _chunk(nbytes, layout)
     combining = (layout.per_node - 1) * own * layout.machine.shared.gamma
     on_rail = min(_rail_seconds("allreduce", own, rail).values())

@@ -10,7 +10,10 @@ For 3 ranks (`ab` is what rank a has for rank b):
 In every step each rank sends to one rank and receives from one, so that none is a bottleneck. Steps
 run ahead of one another, up to `IN_FLIGHT` at a time; what is long goes in slices.
 
-Cost per rank: P - 1 messages or more, and the bytes that it has for others; no scratch.
+Cost per rank:
+
+    operation  messages sent  bytes sent   scratch
+    alltoall   P - 1          (P - 1)/P S  none
 
 Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations
 in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005), section 4.3.

@@ -12,8 +12,13 @@ With P a power of two there are log2 P rounds and no guests; otherwise the odd o
 ranks hand their part to their left neighbour before and get the result after, which makes two
 rounds more. No schedule has fewer rounds, and none sends more bytes: this is for tiny arrays.
 
-Cost per rank: up to floor(log2 P) + 2 buffers of S bytes, scratch S. A buffer goes in slices, since
-MPI over TCP sends a long message one direction after the other (`ring.exchange`).
+Cost per rank:
+
+    operation  messages sent       bytes sent            scratch
+    allreduce  up to ceil(log2 P)  up to ceil(log2 P) S  S
+
+A buffer goes in slices, since MPI over TCP sends a long message one direction after the other
+(`ring.exchange`).
 
 Order: both partners compute the lower rank's part op the higher one's, so all ranks get the same
 bits, in every run. In host memory every NaN of the result has the bits of `numpy.nan`, because the
@@ -46,7 +51,11 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
 
 
 def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `allreduce` of so many bytes should take."""
+    """Return how long `allreduce` of so many bytes should take.
+
+    On one node: log P (alpha + S (beta + gamma)).
+    Between nodes: up to k messages per node and round.
+    """
     levels = layout.size.bit_length() - 1
     messages = math.ceil(nbytes / ring.SLICE_BYTES) or 1
     times = [

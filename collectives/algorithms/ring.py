@@ -15,11 +15,18 @@ For 3 ranks (`a0` is rank 0's part of chunk a; a chunk in capitals is complete):
     0  send/recv    A -> / <- C       B -> / <- A       C -> / <- B
     1  send/recv    C -> / <- B       A -> / <- C       B -> / <- A
 
-Cost per rank: 2 (P - 1) messages and 2 (P - 1)/P S bytes for the all-reduce, the least possible;
-half of both for either part. Scratch: one chunk. A chunk goes as *slices*: a slice is sent on as
-soon as it has arrived and been added, while the next is still under way, so that both directions
-of a link stay busy. A *broadcast* sends the slices of the whole buffer from the root once around:
-S bytes per rank, the least possible, in P - 2 rounds more than it has slices.
+Cost per rank:
+
+    operation       messages sent  bytes sent     scratch
+    allreduce       2 (P - 1)      2 (P - 1)/P S  S/P
+    reduce_scatter  P - 1          (P - 1)/P S    S/P
+    allgather       P - 1          (P - 1)/P S    none
+    broadcast       1              S              none
+
+The bytes are the least possible. A chunk goes as *slices*: a slice is sent on as soon as it has
+arrived and been added, while the next is still under way, so that both directions of a link stay
+busy. A *broadcast* sends the slices of the whole buffer from the root once around, in P - 2 rounds
+more than it has slices.
 
 Order: chunk `c` is summed as `c + 1, c + 2, ..., c` (mod P) on one way around, then copied; all
 ranks get the same bits, in every run.
@@ -92,7 +99,11 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
 
 
 def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `allreduce` of so many bytes should take."""
+    """Return how long `allreduce` of so many bytes should take.
+
+    On one node: 2 (P - 1) alpha + S (P - 1)/P (2 beta + gamma).
+    Between nodes: one message per node in a step.
+    """
     return reduce_scatter_seconds(nbytes, layout) + allgather_seconds(nbytes, layout)
 
 

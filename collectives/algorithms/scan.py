@@ -11,7 +11,10 @@ and so on. For 5 ranks, what each has of the arrays 0 to 4 (its own among them):
 
 Beside it each rank combines what it takes in without its own array: that is all before it.
 
-Cost: ceil(log2 P) messages of S bytes per rank, scratch 3 S.
+Cost per rank:
+
+    operation     messages sent       bytes sent            scratch
+    scan, exscan  up to ceil(log2 P)  up to ceil(log2 P) S  3 S
 
 Order: depends on P and the rank alone; reproducible.
 

@@ -13,11 +13,20 @@ reduce or gather comes up from the smallest to the largest:
             |
             3
 
-Cost: at most ceil(log2 P) messages of S bytes at the root, one at a leaf. A gather or scatter moves
-S (P - 1)/P bytes into or out of the root, where S is the size of the whole. A broadcast of a large
-buffer is a scatter along the tree and an all-gather around the ring: 2 (P - 1)/P S bytes sent by
-the root in place of log2(P) S, in P - 1 rounds more. (`ring.broadcast` sends S, in still more
-rounds.) Buffers go in slices, which a rank passes on as they arrive.
+Cost per rank; of a gather or scatter S is the whole:
+
+    operation  messages sent       bytes sent            scratch
+    allreduce  up to ceil(log2 P)  up to ceil(log2 P) S  S
+    reduce     1                   S                     S
+    broadcast  up to ceil(log2 P)  up to ceil(log2 P) S  none
+    gather     1                   up to S/2             up to S/2
+    scatter    up to ceil(log2 P)  up to (P - 1)/P S     up to S/2
+    barrier    up to ceil(log2 P)  up to ceil(log2 P)    none
+
+The root sends or receives ceil(log2 P) messages, a leaf one. A broadcast of a large buffer
+(`SCATTER_BYTES`) is a scatter along the tree and an all-gather around the ring: 2 (P - 1)/P S bytes
+sent by the root in place of ceil(log2 P) S, in P - 1 rounds more. (`ring.broadcast` sends S, in
+still more rounds.) Buffers go in slices, which a rank passes on as they arrive.
 
 Order: a rank adds its children in the order of growing subtrees, so the sum is the same tree of
 pairs in every run.
@@ -133,7 +142,11 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
 
 
 def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `allreduce` should take."""
+    """Return how long `allreduce` of so many bytes should take.
+
+    On one node: log P (2 alpha + S (2 beta + gamma)).
+    Between nodes: one message per node and level.
+    """
     return reduce_seconds(nbytes, layout) + broadcast_seconds(nbytes, layout)
 
 
