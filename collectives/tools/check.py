@@ -33,7 +33,7 @@ from collectives.tools import environment, oracle
 from collectives.tools.environment import CheckLine
 from collectives.transport.mpi import MpiTransport
 
-__all__ = ["run"]
+__all__ = ["passed", "run"]
 
 # Seconds that one operation may wait for another rank, and that the whole may take: a thousand
 # times what a healthy machine needs, little enough to be watched.
@@ -145,7 +145,7 @@ def _lines(
 
 def _operation(comm: Communicator, reports: Communicator, operation: str) -> tuple[CheckLine, bool]:
     """Check one operation; also tells whether the communicator can go on being used."""
-    cases = list(_cases(operation, comm.size))
+    cases = list(_cases(operation))
     wrong, error = None, None  # the first wrong result; why this ended early
     for case in cases:
         try:
@@ -162,13 +162,19 @@ def _operation(comm: Communicator, reports: Communicator, operation: str) -> tup
     if bad:
         text = f"on {len({b.split(':')[0] for b in bad})} ranks; {some(bad, 3)}"
         return CheckLine(operation, "FAILED", text), intact
+    return CheckLine(operation, "ok", passed(operation)), intact
+
+
+def passed(operation: str) -> str:
+    """Return the text of an operation's line when all of its cases have passed."""
+    cases = list(_cases(operation))
     dtypes = len({case.dtype for case in cases if case.size})
     names = " ".join(dict.fromkeys(case.algorithm for case in cases))
     of = f" of {dtypes} dtypes" if dtypes else ""
-    return CheckLine(operation, "ok", f"{len(cases)} cases{of}; {names}"), intact
+    return f"{len(cases)} cases{of}; {names}"
 
 
-def _cases(operation: str, size: int) -> Iterator[_CheckCase]:
+def _cases(operation: str) -> Iterator[_CheckCase]:
     """List the cases of one operation: all dtypes by "auto", float32 by every algorithm."""
     others = list(selection.ALGORITHMS[operation])
     if operation == "barrier":
