@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from functools import partial
 
 import numpy as np
 import pytest
@@ -10,16 +11,7 @@ from mpi4py import MPI
 
 import collectives as cc
 import oracle
-from collectives.algorithms import (
-    double_tree,
-    halving_doubling,
-    hierarchical,
-    mpi_native,
-    pairwise,
-    recursive_doubling,
-    ring,
-    tree,
-)
+from collectives.algorithms import hierarchical, mpi_native, selection
 from collectives.arrays import reduction
 from collectives.communicator import group_of
 from collectives.core import topology
@@ -41,25 +33,16 @@ def limit():
 # None, fewer than ranks, doubled, halved, a ring of several slices.
 COUNTS = [0, 1, 1001, 50_001, 600_001]
 
-ALLREDUCES = {
-    "ring": lambda buffer, op: ring.allreduce(transport, buffer, op, limit()),
-    "tree": lambda buffer, op: tree.allreduce(transport, buffer, op, limit()),
-    "double_tree": lambda buffer, op: double_tree.allreduce(transport, buffer, op, limit()),
-    "doubling": lambda buffer, op: recursive_doubling.allreduce(transport, buffer, op, limit()),
-    "halving": lambda buffer, op: halving_doubling.allreduce(transport, buffer, op, limit()),
-    "native": lambda buffer, op: mpi_native.allreduce(transport, buffer, op, limit()),
-    "hierarchical": lambda buffer, op: hierarchical.allreduce(levels, buffer, op, limit()),
-    "in memory": lambda buffer, op: hierarchical.allreduce(in_memory, buffer, op, limit()),
-}
 
-BROADCASTS = {
-    "ring": lambda buffer, root: ring.broadcast(transport, buffer, root, limit()),
-    "tree": lambda buffer, root: tree.broadcast(transport, buffer, root, limit()),
-    "double_tree": lambda buffer, root: double_tree.broadcast(transport, buffer, root, limit()),
-    "native": lambda buffer, root: mpi_native.broadcast(transport, buffer, root, limit()),
-    "hierarchical": lambda buffer, root: hierarchical.broadcast(levels, buffer, root, limit()),
-    "in memory": lambda buffer, root: hierarchical.broadcast(in_memory, buffer, root, limit()),
-}
+def runs(operation):
+    """The algorithms of an operation by name, over what they need; and by shared memory."""
+    found = {
+        name: partial(algorithm.run, levels if name == "hierarchical" else transport)
+        for name, algorithm in selection.ALGORITHMS[operation].items()
+    }
+    if "hierarchical" in found:
+        found["in memory"] = partial(found["hierarchical"].func, in_memory)
+    return found
 
 
 def everyones(count):
@@ -68,42 +51,42 @@ def everyones(count):
 
 for count in COUNTS:
     arrays = everyones(count)
-    for name, allreduce in ALLREDUCES.items():
+    for name, allreduce in runs("allreduce").items():
         for op in (cc.SUM, cc.MEAN, cc.MAX) if count == 1001 else (cc.SUM,):
             buffer = arrays[comm.rank].copy()
             reduction.prescale(buffer, op, SIZE)
-            allreduce(buffer, op)
+            allreduce(buffer, op, limit())
             oracle.assert_close(buffer, arrays, op)
             if name != "native":
                 root_bits = comm.broadcast(buffer)
                 np.testing.assert_array_equal(buffer, root_bits)
-    for name, broadcast in BROADCASTS.items():
+    for name, broadcast in runs("broadcast").items():
         for root in (0, SIZE - 1):
             buffer = arrays[comm.rank].copy()
-            broadcast(buffer, root)
+            broadcast(buffer, root, limit())
             np.testing.assert_array_equal(buffer, arrays[root], err_msg=name)
     bounds = topology.chunk_bounds(count, SIZE)
     own = slice(bounds[comm.rank], bounds[comm.rank + 1])
-    for module in (ring, halving_doubling, mpi_native):
+    for reduce_scatter in runs("reduce_scatter").values():
         buffer = arrays[comm.rank].copy()
-        module.reduce_scatter(transport, buffer, bounds, cc.SUM, limit())
+        reduce_scatter(buffer, bounds, cc.SUM, limit())
         oracle.assert_close(buffer[own], [a[own] for a in arrays], cc.SUM)
+    for allgather in runs("allgather").values():
         buffer = np.full(count, np.nan, np.float32)
         buffer[own] = arrays[0][own]
-        module.allgather(transport, buffer, bounds, limit())
+        allgather(buffer, bounds, limit())
         np.testing.assert_array_equal(buffer, arrays[0])
     counts = np.diff(bounds).tolist()
-    for module in (tree, mpi_native):
+    for scatter in runs("scatter").values():
         whole = arrays[1] if comm.rank == 1 else None
-        part = module.scatter(transport, whole, counts, 1, np.dtype(np.float32), limit())
+        part = scatter(whole, counts, 1, np.dtype(np.float32), limit())
         np.testing.assert_array_equal(part, arrays[1][own])
-        collected = module.gather(transport, part, counts, 1, limit())
-        if collected is not None:
+    for gather in runs("gather").values():
+        collected = gather(arrays[1][own].copy(), counts, 1, limit())
+        if comm.rank == 1:
             np.testing.assert_array_equal(collected, arrays[1])
-    for module in (pairwise, mpi_native):
-        result = module.alltoall(
-            transport, arrays[comm.rank], counts, [counts[comm.rank]] * SIZE, limit()
-        )
+    for alltoall in runs("alltoall").values():
+        result = alltoall(arrays[comm.rank], counts, [counts[comm.rank]] * SIZE, limit())
         np.testing.assert_array_equal(result, np.concatenate([a[own] for a in arrays]))
 
 # Longer than an int of C counts; the memory is never touched.
@@ -121,8 +104,8 @@ if MPI.Get_version() < (4, 0):
             refused()
 
 for _ in range(5):
-    hierarchical.barrier(levels, limit())
-    hierarchical.barrier(in_memory, limit())
+    for barrier in runs("barrier").values():
+        barrier(limit())
 
 print(
     f"rank {comm.rank} of {SIZE} on node {comm.node_rank} of {comm.num_nodes}: all right\n", end=""

@@ -15,6 +15,7 @@ from collectives.algorithms import (
     pairwise,
     recursive_doubling,
     ring,
+    selection,
     tree,
 )
 from collectives.arrays import reduction
@@ -62,8 +63,8 @@ def uneven(count, size):
 
 
 class Flat:
-    def __init__(self, module):
-        self.allreduce = module.allreduce
+    def __init__(self, allreduce):
+        self.allreduce = allreduce
 
     @staticmethod
     def setup(transport):
@@ -90,11 +91,11 @@ LEADERS = {
     "one large node": lambda size: [min(r, 2) for r in range(size)],
 }
 
-FLAT = {"halving": halving_doubling, "doubling": recursive_doubling, "double_tree": double_tree}
-
-ROWS = {name: Flat(module) for name, module in FLAT.items()} | {
-    f"hierarchical, {name}": Hierarchical(leaders) for name, leaders in LEADERS.items()
-}
+ROWS = {
+    name: Flat(algorithm.run)
+    for name, algorithm in selection.ALGORITHMS["allreduce"].items()
+    if name not in ("hierarchical", "native")
+} | {f"hierarchical, {name}": Hierarchical(leaders) for name, leaders in LEADERS.items()}
 
 
 @pytest.mark.parametrize("size", SIZES)
