@@ -25,3 +25,16 @@ def test_what_the_page_calls_the_default_changes_nothing():
         said
     )
     assert settings.from_environment(said) == plain
+
+
+def test_the_words_that_the_page_lists_are_those_that_are_read():
+    closed = 0
+    for name, values in re.findall(r"^\| `(UNISONO_\w+)` \| ([^|]*?) \|", PAGE, re.MULTILINE):
+        try:
+            settings.from_environment({name: "?"})
+        except ValueError as error:
+            if "must be one of" in str(error):
+                words = re.findall(r"one of (.*), got", str(error))[0].split()
+                assert re.findall(r"`(\w+)`", values) == words, name
+                closed += 1
+    assert closed == 4
