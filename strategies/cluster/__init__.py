@@ -1,10 +1,4 @@
-"""Cluster roles: tasks of ranks, their devices, and placement.
-
-`spec` says which jobs there are, `resolvers` and `slurm` where a specification comes from;
-`cluster` gives each rank its task, and says what the jobs are for. `device_spec` reads the names of
-devices, `scopes` and `setter` say where things belong, `placement` decides;
-`local_devices` and `gpus` are about those that this process has.
-"""
+"""Cluster roles: tasks of ranks, their devices, and placement."""
 
 from __future__ import annotations
 

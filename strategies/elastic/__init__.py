@@ -1,10 +1,4 @@
-"""Elastic training: survives dead ranks and preemption.
-
-`recovery` repeats the training function on the `surviving_ranks`, from what `elastic_state` keeps
-in memory as `commit_buffers`. `elastic_group` has the ranks that train and those that are spare,
-`assignment` says which is which. `preemption` shares the signal of the batch system among ranks,
-`fault_injection` kills ranks on purpose, `event_log` writes down what has happened.
-"""
+"""Elastic training: survives dead ranks and preemption."""
 
 from __future__ import annotations
 

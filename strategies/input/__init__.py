@@ -1,13 +1,4 @@
-"""Input pipelines: queues, readers, threads, and each rank's shard.
-
-To read in this order. `files` opens what is to be read, `records` is the frame of a TFRecord,
-`reader` what all readers share and `readers` one for each format; `csv` turns lines into columns,
-by all rules in `csv.exact`, and where they are plain numbers by the compiled loop `csv.kernel`.
-`producers` fill queues epoch by epoch, in threads of `runners`, which a `coordinator` stops
-together. In `turns` such threads keep an order. `pipelines` puts all of that behind one iterable;
-`batching` and `filtering` are the calls that build one. For several ranks: `sharded` deals out
-records, `split` cuts batches, `uneven` keeps ranks in step; `prefetching` reads ahead.
-"""
+"""Input pipelines: queues, readers, threads, and each rank's shard."""
 
 from __future__ import annotations
 

@@ -1,7 +1,7 @@
 """Model parallelism: layers whose parts are on different ranks.
 
-`blocks` has each operation with the function that takes its gradient back, for arrays of any
-library; `torch` the same for PyTorch's automatic differentiation.
+Each operation comes with the function that takes its gradient back, for arrays of any library;
+`strategies.model_parallel.torch` has the same for PyTorch's automatic differentiation.
 
 Example:
     >>> import collectives as cc

@@ -2,9 +2,7 @@
 
 A variable is an array of NumPy, CuPy or PyTorch, or an object with a `name` and a `value` that is
 one. In host memory each array is read and written once per step, by a compiled loop; on a device,
-array operations do the same. `rules` has the formulas, `fused` their compiled loops, `base` what
-all optimizers share; `descent` and `adaptive` are the optimizers, `pairs` and `state` check what
-they are given.
+array operations do the same.
 
 16-bit variables (float16, bfloat16) are computed in float32: variable and gradient are widened,
 the new value is rounded once, and slots are float32. A step smaller than half the distance to the

@@ -1,10 +1,4 @@
-"""Training sessions: the training loop with hooks, checkpoints and metrics.
-
-`session` runs the steps; `hooks` and `metrics_hook` run around them. After each step the ranks
-exchange `votes`, and `stop_control` says what follows. `session_state` is what a session saves and
-restores, `evaluation` scores the checkpoints, `metrics_writer` writes metrics, the loss curve and
-the progress.
-"""
+"""Training sessions: the training loop with hooks, checkpoints and metrics."""
 
 from __future__ import annotations
 
