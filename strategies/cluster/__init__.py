@@ -6,7 +6,6 @@ from strategies.cluster.device_setter import (
     GreedyLoadBalancing,
     RandomChoice,
     RoundRobin,
-    byte_size,
     replica_device_setter,
 )
 from strategies.cluster.device_spec import DeviceSpec
@@ -34,7 +33,6 @@ __all__ = [
     "TFConfigClusterResolver",
     "TPUClusterResolver",
     "UnionResolver",
-    "byte_size",
     "current_device",
     "device",
     "limit_gpu_memory",

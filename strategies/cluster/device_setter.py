@@ -5,6 +5,7 @@ from __future__ import annotations
 import hashlib
 import threading
 from collections.abc import Callable, Collection, Mapping
+from operator import attrgetter
 from typing import Any
 
 from strategies.cluster.device_spec import DeviceSpec
@@ -17,7 +18,6 @@ __all__ = [
     "GreedyLoadBalancing",
     "RandomChoice",
     "RoundRobin",
-    "byte_size",
     "replica_device_setter",
 ]
 
@@ -52,10 +52,15 @@ class GreedyLoadBalancing:
 
     Args:
         num_tasks: how many there are.
-        load: what a thing adds to the load; `byte_size` for its bytes.
+        load: `PlacementRequest` -> what it adds to the load; its bytes by default.
+
+    Raises:
+        ValueError: `num_tasks` is not positive; in a call, the shape of a thing is not known.
     """
 
-    def __init__(self, num_tasks: int, load: Callable[[PlacementRequest], float]) -> None:
+    def __init__(
+        self, num_tasks: int, load: Callable[[PlacementRequest], float] = attrgetter("nbytes")
+    ) -> None:
         integer("GreedyLoadBalancing", "number of tasks", num_tasks)
         self._loads = [0.0] * num_tasks
         self._load = load
@@ -86,15 +91,6 @@ class RandomChoice:
         """Return the index of the task for a thing."""
         digest = hashlib.md5(f"{thing.name}{self._seed}".encode(), usedforsecurity=False)
         return int(digest.hexdigest(), 16) % self._num_tasks
-
-
-def byte_size(thing: PlacementRequest) -> int:
-    """Return the size of a thing's value in bytes, as a load.
-
-    Raises:
-        ValueError: its shape is not known.
-    """
-    return thing.nbytes
 
 
 def replica_device_setter(

@@ -15,7 +15,7 @@ import fakecupy
 from requirements import installed
 from strategies.accumulators.accumulators import ConditionalAccumulator, shared_accumulator
 from strategies.cluster.cluster import Cluster
-from strategies.cluster.device_setter import GreedyLoadBalancing, byte_size, replica_device_setter
+from strategies.cluster.device_setter import GreedyLoadBalancing, replica_device_setter
 from strategies.cluster.resolvers import SimpleClusterResolver, TFConfigClusterResolver
 from strategies.cluster.scopes import PlacementRequest, device
 from strategies.cluster.spec import ClusterSpec
@@ -228,9 +228,7 @@ def test_variables_and_accumulators_are_spread_over_the_ps_tasks(world):
         ps = min(2, comm.size - 1)
         spec = ClusterSpec.from_ranks(comm, ps=ps)
         turns = replica_device_setter(cluster=spec)
-        greedy = replica_device_setter(
-            cluster=spec, choice=GreedyLoadBalancing(max(ps, 1), byte_size)
-        )
+        greedy = replica_device_setter(cluster=spec, choice=GreedyLoadBalancing(max(ps, 1)))
         with Cluster(spec, comm) as cluster, Server(cluster) as server:
             service = server.service
             for name, shape in SHAPES.items():

@@ -11,7 +11,7 @@ from calls import until
 
 import strategies
 from served import LIMIT, in_turn, opened, scenario, training
-from strategies.cluster.device_setter import GreedyLoadBalancing, byte_size
+from strategies.cluster.device_setter import GreedyLoadBalancing
 from strategies.errors import (
     DeadlineExceededError,
     FailedPreconditionError,
@@ -532,7 +532,7 @@ def test_bytes_are_spread(world):
         with opened(comm) as server:
             count = len(server.cluster.ranks_of("ps"))
             strategy = ParameterServerStrategy(
-                server, strategies.SGD(1.0), choice=GreedyLoadBalancing(count, byte_size)
+                server, strategies.SGD(1.0), choice=GreedyLoadBalancing(count)
             )
             made = [strategy.variable(np.zeros(n)) for n in (100, 30, 30, 30, 5)]
             tasks = [v.parts[0].task for v in made]

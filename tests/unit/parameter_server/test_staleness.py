@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strategies.cluster.device_setter import GreedyLoadBalancing, RoundRobin, byte_size
+from strategies.cluster.device_setter import GreedyLoadBalancing, RoundRobin
 from strategies.cluster.scopes import PlacementRequest
 from strategies.core.sparse import Rows
 from strategies.parameter_server.staleness import (
@@ -104,7 +104,7 @@ def test_ten_rows_in_four_parts():
 
 
 def test_greedy_placement_sees_the_bytes_of_parts():
-    choice = GreedyLoadBalancing(2, byte_size)
+    choice = GreedyLoadBalancing(2)
     assert [p.task for p in parts_of("a", (8, 2), "f4", 1, choice)] == [0]
     assert [p.task for p in parts_of("b", (8, 2), "f4", 2, choice)] == [1, 1]
     assert choice(PlacementRequest("c", "Variable", shape=(1,), dtype="f8")) == 0
