@@ -42,7 +42,7 @@ from collectives.core.torch_compile import exclude_packages
 from collectives.core.version import __version__ as __version__
 from collectives.fusion.buckets import Buckets
 from collectives.kernels.compression import BF16, FP16, INT8, NONE, Compression
-from collectives.launch.abort_hook import leave
+from collectives.launch.abort_hook import exit_all
 from collectives.launch.open_mpi import is_fault_tolerant
 from collectives.plans.planner import Plan
 from collectives.tracing.timeline import timeline_span
@@ -79,9 +79,9 @@ __all__ = [
     "PeerFailure",
     "Plan",
     "Request",
+    "exit_all",
     "from_mpi",
     "is_fault_tolerant",
-    "leave",
     "timeline_span",
 ]
 __all__ += world.__all__

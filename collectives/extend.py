@@ -19,7 +19,7 @@ from collectives.channel import channel
 from collectives.channel.channel import Channel
 from collectives.communicator import Communicator, group_of
 from collectives.core.errors import LaunchError, in_turn
-from collectives.launch.launcher import launched_processes
+from collectives.launch.launcher import launcher_world_size
 from collectives.tracing.call_sites import calls_from_here
 
 __all__ = [
@@ -28,7 +28,7 @@ __all__ = [
     "check_usable",
     "collective_error",
     "describe_ranks",
-    "launched_processes",
+    "launcher_world_size",
     "node_leaders",
     "open_channel",
     "supports_threads",

@@ -24,7 +24,7 @@ from collectives.transport import failure_detector, liveness
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["abort_on_exception", "leave"]
+__all__ = ["abort_on_exception", "exit_all"]
 
 # Seconds in which the lowest rank expects others to fail as it does, and then the next one after
 # each; those that do not fail learn of its end that much later.
@@ -189,12 +189,15 @@ def _leave(text: str, status: int) -> None:
     """Show the text and end the job; `abort_on_exception` puts its own in this place."""
 
 
-def leave(status: int) -> NoReturn:
-    """Leave the program with a status that all ranks leave with, in good order.
+def exit_all(status: int) -> NoReturn:
+    """Exit with a status that all ranks exit with, without aborting the job.
 
-    As `raise SystemExit(status)`, and other than `sys.exit(status)`, which says that this rank has
-    failed and ends the job. mpirun ends with the status, also where ranks have died before in a job
-    that outlives them.
+    *Collective*: all ranks, with the same status. It is `raise SystemExit(status)`: MPI is
+    finalized, and `mpirun` exits with the status, also if ranks died before in a job that outlives
+    them. `sys.exit(status)` on one rank is a failure instead and aborts the job.
+
+    Args:
+        status: exit status, 0 to 255.
 
     Raises:
         SystemExit: with the status.

@@ -15,7 +15,7 @@ from collections.abc import Mapping
 from collectives.core.errors import LaunchError
 
 __all__ = [
-    "check_is_no_child", "check_world_size", "launched_processes", "mark_children", "env_count",
+    "check_is_no_child", "check_world_size", "launcher_world_size", "mark_children", "env_count",
 ]  # fmt: skip
 
 # The variable by which a child of a rank recognizes that it is not a rank: number, process and
@@ -98,10 +98,10 @@ def _socket(environ: Mapping[str, str]) -> int | None:
     return None
 
 
-def launched_processes() -> int:
-    """Return how many processes the launcher of this one says it started, 1 if there is none.
+def launcher_world_size() -> int:
+    """Return the number of processes that the launcher started, 1 without a launcher.
 
-    Looks at the environment only: MPI is not started.
+    Reads the environment variables of `mpirun`, `srun` and other launchers; MPI is not started.
     """
     launched = _find_launcher(os.environ)
     return 1 if launched is None else launched[1]

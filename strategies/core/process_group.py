@@ -20,7 +20,7 @@ T = TypeVar("T")
 
 def of_this_job() -> cc.Communicator | None:
     """Return the communicator of all processes of the job; None, without MPI, if there is one."""
-    return cc.init() if cc.is_initialized() or extend.launched_processes() > 1 else None
+    return cc.init() if cc.is_initialized() or extend.launcher_world_size() > 1 else None
 
 
 class ProcessGroup:

@@ -202,7 +202,7 @@ class ElasticGroup:
         if self._leaving is not None:
             raise self._leaving
         if self._status is not None:
-            cc.leave(self._status)
+            cc.exit_all(self._status)
 
     def next_attempt(self, error: Exception) -> None:
         """Go on without the dead, if it was a death; else raise the error on all."""
@@ -231,8 +231,8 @@ class ElasticGroup:
     def _all_have_come(self) -> bool:
         """Wait for those that train, to have returned or left; False where one has died."""
         comm, leaving = self._state.comm, self._leaving
-        # What `sys.exit` raises is a class of its own; `cc.leave`, which says that all leave, and
-        # `raise SystemExit` are waited for as a rank that returns.
+        # `sys.exit` raises a class of its own. A rank in `cc.exit_all`, which all ranks call, or
+        # in `raise SystemExit` is waited for like a rank that returns.
         fails = leaving is not None and type(leaving) is not SystemExit
         if leaving is None or not fails or leaving.code in (None, 0):
             return comm.agree(True)

@@ -163,7 +163,7 @@ class Preemption:
                 self._notes.close()
                 self._notes = None
         if leaves:
-            cc.leave(STOPPED_EARLY)
+            cc.exit_all(STOPPED_EARLY)
 
     def _share(self, comm: cc.Communicator) -> None:
         """Learn whether a session of any rank has stopped for a signal."""

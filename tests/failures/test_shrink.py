@@ -256,7 +256,7 @@ def test_a_status_that_those_that_live_leave_with_is_that_of_the_job(tmp_path):
                 comm.barrier()
         except cc.PeerFailure:
             comm = cc.shrink()
-        cc.leave(85)
+        cc.exit_all(85)
     """
     result = start(tmp_path, text, 3)
     assert result.status == 85, result

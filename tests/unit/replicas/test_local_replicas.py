@@ -320,9 +320,9 @@ def test_mirrored_replicas_are_on_one_node():
 def test_how_many_processes_a_launcher_started(monkeypatch):
     for variable in ("OMPI_COMM_WORLD_SIZE", "SLURM_STEP_NUM_TASKS", "PMI_SIZE"):
         monkeypatch.delenv(variable, raising=False)
-    assert extend.launched_processes() == 1
+    assert extend.launcher_world_size() == 1
     monkeypatch.setenv("OMPI_COMM_WORLD_SIZE", "3")
-    assert extend.launched_processes() == 3
+    assert extend.launcher_world_size() == 3
 
 
 def test_gradients_of_a_few_rows_are_averaged_over_replicas():
