@@ -50,7 +50,7 @@ FLOORS = {
 PUBLIC = {
     "collectives.core.settings",
     "collectives.extend",
-    "collectives.kernels.compiling",
+    "collectives.kernels.numba_compiler",
 }
 
 MAY_IMPORT = {

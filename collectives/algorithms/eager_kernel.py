@@ -8,7 +8,7 @@ import numpy as np
 from numba import carray, njit
 
 from collectives.algorithms import eager as w
-from collectives.kernels import compiling
+from collectives.kernels import numba_compiler
 from collectives.kernels.intrinsics import (
     call_unary,
     copy,
@@ -142,4 +142,4 @@ def double(address: int) -> int:
 
 def make(symbol: str, kind: str) -> bytes:
     """Return an object file with a kind of call; arguments as `machine_code.load`."""
-    return compiling.python_code({"double": double}[kind], symbol)
+    return numba_compiler.python_code({"double": double}[kind], symbol)

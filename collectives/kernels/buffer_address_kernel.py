@@ -11,7 +11,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit, types
 
-from collectives.kernels import compiling
+from collectives.kernels import numba_compiler
 from collectives.kernels.intrinsics import fence, load, pointer, store, stream
 
 __all__ = ["make"]
@@ -37,7 +37,7 @@ def _readable(module: int, x: int) -> int:
     found = 0
     if _int(x + _FLAGS) & _C_CONTIGUOUS:
         found = load(x + _DATA)
-    return compiling.from_number(found)
+    return numba_compiler.from_number(found)
 
 
 @njit
@@ -59,11 +59,11 @@ def _fits(x: int, out: int) -> bool:
 
 def _writable(module: int, arguments: int, count: int) -> int:
     x, out = load(arguments), load(arguments + 8)
-    return compiling.from_number(load(out + _DATA) if _fits(x, out) else 0)
+    return numba_compiler.from_number(load(out + _DATA) if _fits(x, out) else 0)
 
 
 def _bind(module: int, arguments: int, count: int) -> int:
-    words = compiling.to_number(pointer(load(arguments)))
+    words = numba_compiler.to_number(pointer(load(arguments)))
     x, out = load(arguments + 8), load(arguments + 16)
     found = 0
     if words and _int(x + _FLAGS) & _C_CONTIGUOUS and _fits(x, out):
@@ -79,7 +79,7 @@ def _bind(module: int, arguments: int, count: int) -> int:
             store(words, load(x + _DATA))
             store(words + 8, load(out + _DATA))
             found = 1
-    return compiling.from_number(found)
+    return numba_compiler.from_number(found)
 
 
 def _stream(dest: int, source: int, nbytes: int) -> int:
@@ -98,5 +98,5 @@ _KINDS: dict[str, tuple[Any, Any]] = {
 def make(symbol: str, kind: str) -> bytes:
     """Return an object file with a function; arguments as `machine_code.load`."""
     if kind == "stream":
-        return compiling.python_code(_stream, symbol, arguments=3)
-    return compiling.object_code(*_KINDS[kind], symbol)
+        return numba_compiler.python_code(_stream, symbol, arguments=3)
+    return numba_compiler.object_code(*_KINDS[kind], symbol)

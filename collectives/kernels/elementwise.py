@@ -12,7 +12,7 @@ import numpy as np
 from numba import carray, types
 from numba.extending import register_jitable
 
-from collectives.kernels import compiling, float16
+from collectives.kernels import float16, numba_compiler
 from collectives.kernels.combine import BITWISE, FUNCTIONS
 from collectives.kernels.intrinsics import canonical_nan, load_half_pair, pointer, store_half_pair
 
@@ -50,7 +50,7 @@ def _inline(function: Loop) -> Loop:
 
 def make(symbol: str, kind: str, *words: str) -> bytes:
     """Return an object file with a loop; arguments as `machine_code.load`."""
-    return compiling.object_code(loop(kind, *words), types.void(*[types.int64] * 4), symbol)
+    return numba_compiler.object_code(loop(kind, *words), types.void(*[types.int64] * 4), symbol)
 
 
 def loop(kind: str, *words: str) -> Loop:

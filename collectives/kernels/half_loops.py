@@ -17,7 +17,7 @@ import numpy as np
 
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import RULES, Op
-from collectives.kernels import compiling, float16
+from collectives.kernels import float16, numba_compiler
 from collectives.kernels.combine import FUNCTIONS
 from collectives.kernels.float16 import jitable, single
 
@@ -31,7 +31,7 @@ _TILE = 2048
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile at the first call."""
     # With Python's error model each division is checked, and no loop with one is vectorised.
-    return compiling.compiled(function, nogil=True, error_model="numpy")
+    return numba_compiler.compiled(function, nogil=True, error_model="numpy")
 
 
 class _Loops(NamedTuple):

@@ -15,7 +15,7 @@ import numpy as np
 from numba import carray, from_dtype, types
 from numba.extending import register_jitable
 
-from collectives.kernels import compiling
+from collectives.kernels import numba_compiler
 from collectives.kernels.combine import FUNCTIONS
 from collectives.kernels.float16 import bits_of, float_of, widen_bfloat16
 from collectives.kernels.int8 import BLOCK, MOST, NUMBERS
@@ -52,7 +52,7 @@ def make(symbol: str, kind: str, *words: str) -> bytes:
     """Return an object file with a loop; arguments as `machine_code.load`."""
     function, arguments = _KINDS[kind]
     signature = types.void(*[types.int64] * arguments)
-    return compiling.object_code(function(*words), signature, symbol)
+    return numba_compiler.object_code(function(*words), signature, symbol)
 
 
 @inlined

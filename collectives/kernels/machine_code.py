@@ -34,7 +34,7 @@ from collectives.kernels import code_cache, compile_lock
 
 __all__ = ["KNOWN_SYMBOLS", "compile_ahead", "ensure", "function", "is_kept", "load"]
 
-# How Python calls what `compiling.python_code` makes.
+# How Python calls what `numba_compiler.python_code` makes.
 _OF_PYTHON = (
     "PyLong_AsLongLong",
     "PyLong_FromLongLong",
@@ -158,8 +158,8 @@ def compile_ahead(module: str, *kinds: str) -> subprocess.Popen[bytes] | None:
 def function(module: str, *words: str, arguments: int = 1) -> Callable[..., int]:
     """Return a function of so many arguments as a function of Python.
 
-    It has been made by `compiling.python_code`, or as Python's own are in C. A call takes 0.09 us;
-    of numba's dispatcher 0.3, of ctypes 0.45. Other arguments as `load`.
+    It has been made by `numba_compiler.python_code`, or as Python's own are in C. A call takes
+    0.09 us, of numba's dispatcher 0.3, of ctypes 0.45. Other arguments as `load`.
     """
     name = words[-1].encode()
     how = _ONE_ARGUMENT if arguments == 1 else _ARRAY_OF_ARGUMENTS

@@ -31,7 +31,7 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from collectives.kernels import compiling
+from collectives.kernels import numba_compiler
 from collectives.kernels.intrinsics import call_binary, call_unary, copy, fence, pointer
 from collectives.node import control_block as w
 from collectives.node.copy_kernels import one_shot_copy, pipelined_copy
@@ -403,7 +403,7 @@ def shared(address: int) -> int:
 
 def make(symbol: str, kind: str) -> bytes:
     """Return an object file with a kind of call; arguments as `machine_code.load`."""
-    return compiling.python_code(_record_times(_KINDS[kind]), symbol, arguments=3)
+    return numba_compiler.python_code(_record_times(_KINDS[kind]), symbol, arguments=3)
 
 
 def _record_times(kind: Callable[[int], int]) -> Callable[[int, int, int], int]:

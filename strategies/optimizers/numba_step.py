@@ -20,7 +20,7 @@ from numba import types
 from numba.extending import overload, register_jitable
 
 import collectives as cc
-from collectives.kernels import compiling
+from collectives.kernels import numba_compiler
 from strategies.optimizers import rules
 
 __all__ = ["apply", "sum_of_squares"]
@@ -149,7 +149,7 @@ def _with_one_nan(rule: rules.Rule) -> rules.Rule:
     `collectives.kernels.combine` gives the reason.
     """
     formula = register_jitable(rule)
-    canonical = compiling.canonical_nans
+    canonical = numba_compiler.canonical_nans
 
     def with_one_nan(*inputs: Any) -> Any:
         return canonical(formula(*inputs))
@@ -178,4 +178,4 @@ def _compile(function: Callable[..., None], arguments: tuple[Any, ...]) -> Calla
     """Compile for these arguments, unless a file holds the result already."""
     # With Python's error model each division is checked, and no loop with one is vectorised.
     options = {"nogil": True, "error_model": "numpy"}
-    return compiling.compiled(function, types.void(*arguments), includes=[__file__], **options)
+    return numba_compiler.compiled(function, types.void(*arguments), includes=[__file__], **options)

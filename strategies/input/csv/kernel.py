@@ -18,7 +18,7 @@ from typing import Any
 
 import numpy as np
 
-from collectives.kernels import compiling
+from collectives.kernels import numba_compiler
 from strategies.queues.store import Array
 
 __all__ = ["can_split", "parse"]
@@ -93,7 +93,7 @@ def _as_columns(integers: Array, floats: Array, dtypes: Sequence[np.dtype[Any]])
 
 def _compile(function: Callable[..., Any]) -> Callable[..., Any]:
     """Compile at the first call."""
-    return compiling.compiled(function, nogil=True)
+    return numba_compiler.compiled(function, nogil=True)
 
 
 @_compile

@@ -26,7 +26,7 @@ MODULE = """
     import sys
 
     from numba import types
-    from collectives.kernels import compiling
+    from collectives.kernels import numba_compiler
     from numbers_of_made import FACTOR
 
     usleep = types.ExternalFunction("usleep", types.int32(types.uint32))
@@ -49,8 +49,8 @@ MODULE = """
             sys.stdin.read()
         function = globals()[name]
         if name == "times":
-            return compiling.python_code(function, symbol)
-        return compiling.object_code(function, types.int64(types.int64), symbol)
+            return numba_compiler.python_code(function, symbol)
+        return numba_compiler.object_code(function, types.int64(types.int64), symbol)
 """
 PROGRAM = """
     import sys

@@ -10,7 +10,7 @@ import pytest
 from numba.core.serialize import loads
 
 import launcher
-from collectives.kernels import compiling
+from collectives.kernels import numba_compiler
 from pairwise import also
 
 # Uses what the package compiles, one kind after the other in the order of the arguments, and
@@ -260,14 +260,14 @@ inner, outer = multiplier(int(sys.argv[2]))
 x = __import__("numpy").arange(9.0)
 if sys.argv[1] == "before":  # the program compiles it before the package is there
     numba.njit(lambda x: inner(x))(x)
-from collectives.kernels import compiling
+from collectives.kernels import numba_compiler
 if sys.argv[1] == "fork":
-    compiling.compiled(lambda: 1)()
+    numba_compiler.compiled(lambda: 1)()
     parent = os.fork()
     if parent:
         os.waitpid(parent, 0)
     inner, outer = multiplier(5 if parent else int(sys.argv[2]))
-assert compiling.compiled(outer)(x) == outer(x)
+assert numba_compiler.compiled(outer)(x) == outer(x)
 """
 
 
@@ -290,8 +290,8 @@ def test_files_of_earlier_editions_are_not_loaded(tmp_path, monkeypatch):
 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     for edition in (1, 2):
-        monkeypatch.setattr(compiling, "_EDITION", edition)
+        monkeypatch.setattr(numba_compiler, "_EDITION", edition)
         for hits in (0, 1):
-            function = compiling.compiled(double)
+            function = numba_compiler.compiled(double)
             assert function(3) == 6
             assert sum(function.stats.cache_hits.values()) == hits

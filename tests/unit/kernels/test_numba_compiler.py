@@ -19,17 +19,17 @@ from collectives.kernels import compile_lock
 ROOT = Path(__file__).parents[3]
 
 MODULE = """
-    from collectives.kernels import compiling
+    from collectives.kernels import numba_compiler
 
     def multiplier(factor, includes=(), **options):
         def multiply(x):
             return factor * x
-        return compiling.compiled(multiply, includes=includes, nogil=True, **options)
+        return numba_compiler.compiled(multiply, includes=includes, nogil=True, **options)
 
     def divider(**options):
         def divide(x):
             return 1 / x
-        return compiling.compiled(divide, **options)
+        return numba_compiler.compiled(divide, **options)
 """
 
 
@@ -72,7 +72,7 @@ CLOSURES = """
     import numba
     import numpy as np
     from numba.extending import intrinsic, register_jitable
-    from collectives.kernels import compiling
+    from collectives.kernels import numba_compiler
 
     @intrinsic
     def same(typing, x):
@@ -116,7 +116,7 @@ CLOSURES = """
         holding((1, 2)), holding((2, 2)), holding(np.zeros(2)), holding(np.ones(2)),
     ]
     for function in functions[:: int(sys.argv[1])]:
-        compiled = compiling.compiled(function)
+        compiled = numba_compiler.compiled(function)
         print(compiled(3.0), sum(compiled.stats.cache_hits.values()))
 """
 
@@ -147,7 +147,7 @@ KEPT = """
     import sys
     import numpy as np
     from numba import types
-    from collectives.kernels import compiling
+    from collectives.kernels import numba_compiler
 
     def double(x):
         return 2 * x
@@ -155,9 +155,9 @@ KEPT = """
     def total(n):
         return (np.arange(n, dtype=np.float64) + np.ones(n)).sum()
 
-    compiling.compiled(double, types.float64(types.float64))
+    numba_compiler.compiled(double, types.float64(types.float64))
     print("the compiler is there:", "numba.np.linalg" in sys.modules)
-    allocates = compiling.compiled(total)
+    allocates = numba_compiler.compiled(total)
     for kind in sys.argv[1:]:
         print(kind, allocates(np.dtype(kind).type(4)), sum(allocates.stats.cache_hits.values()))
 """
