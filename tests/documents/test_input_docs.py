@@ -17,7 +17,7 @@ def test_examples(tmp_path):
         import doctest, os, pathlib
         import collectives as cc
         text = pathlib.Path({str(PAGE)!r}).read_text()
-        several, alone = text.split("## Files of text")
+        several, alone = text.split("## Text files")
         options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
         names = {{}}
         for part, least in (several, 15), (alone, 25):
@@ -37,7 +37,7 @@ def test_examples(tmp_path):
 
 def test_a_loader_of_pytorch(tmp_path):
     needs("torch")
-    begin = PAGE.read_text().index("**A `DataLoader` of PyTorch**")
+    begin = PAGE.read_text().index("### A `DataLoader` of PyTorch")
     blocks = re.findall(r"^```(?:python)?\n(.*?)^```$", PAGE.read_text()[begin:], re.M | re.S)
     (tmp_path / "program.py").write_text(blocks[0])
     result = mpirun(2, "program.py", cwd=tmp_path, timeout=110, PYTHONPATH=str(ROOT))
