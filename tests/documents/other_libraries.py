@@ -339,7 +339,7 @@ def of_torch() -> dict:
 
 
 def of_horovod() -> dict:
-    """Rows of docs/operations.md, for users of Horovod."""
+    """Rows of docs/operations/horovod.md."""
     return {
         "`hvd.init()`, `hvd.shutdown()`": the_world,
         "`hvd.rank() size() local_rank() local_size()`": the_world,
@@ -385,7 +385,7 @@ def of_horovod() -> dict:
 
 
 def of_mpi4py() -> dict:
-    """Rows of docs/operations.md, for users of mpi4py."""
+    """Rows of docs/operations/mpi4py.md."""
     from mpi4py import MPI
 
     def the_same_processes() -> None:
@@ -470,8 +470,8 @@ def of_mpi4py() -> dict:
 
 TABLES = {
     "torch": ("from-torch-distributed.md", "`torch.distributed`", of_torch),
-    "horovod": ("operations.md", "Horovod", of_horovod),
-    "mpi4py": ("operations.md", "mpi4py", of_mpi4py),
+    "horovod": ("operations/horovod.md", "Horovod", of_horovod),
+    "mpi4py": ("operations/mpi4py.md", "mpi4py", of_mpi4py),
 }
 
 
