@@ -25,7 +25,9 @@ def test_what_is_named_is_there():
 
 def test_a_page_whose_examples_run_is_named_by_their_test():
     for page, proof in ROWS.items():
-        if proof.startswith(("all examples run", "program run", "all programs")):
+        if page.endswith(".rst") or page == "api/messages.md":
+            continue
+        if ">>> " in (DOCS / page).read_text() or proof.startswith(("program run", "all programs")):
             tests = re.findall(r"`(tests/[\w/]+/test_\w+\.py)`", proof)
             text = "".join((ROOT / name).read_text() for name in tests)
             assert page.rpartition("/")[2] in text, page
