@@ -29,6 +29,7 @@ from collectives.calls import signature, signature_check
 from collectives.calls.group import Group
 from collectives.core.errors import CollectiveError, MismatchError
 from collectives.node.engine import Engine, KernelCall
+from collectives.tracing.call_sites import caller
 
 __all__ = ["Call", "begin_call"]
 
@@ -260,7 +261,7 @@ class Call:
             self.deadline.first_call = group.call_number == 1
             self.engine = group.shared_memory_engine(self.deadline)
             self.next_chunk()
-            self._record = group.begin(self.operation, ours=2)
+            self._record = group.begin(self.operation, frame=caller())
         except BaseException:
             self._leave()
             raise

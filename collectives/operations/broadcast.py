@@ -22,6 +22,7 @@ from collectives.plans import by_messages
 from collectives.plans import planner as plans
 from collectives.plans.by_messages import ReduceSpec
 from collectives.plans.prepared_calls import EagerCall, MessageCall, NodeCall
+from collectives.tracing.call_sites import caller
 
 __all__ = ["barrier", "broadcast"]
 
@@ -80,7 +81,8 @@ def broadcast(
     own = group.rank == root
     key = ("broadcast", root, algorithm)
     later = plan_cache.DEFERRED_OUT if own and out is None else out
-    if (known := plan_cache.run_cached(group, key, x, later, timeout)) is not None:  # step 1
+    known = plan_cache.run_cached(group, key, x, later, timeout, caller())  # step 1
+    if known is not None:
         return _copy_result(x, out) if own and known is not x else known
     with begin_call(group, "broadcast", timeout) as call:  # step 2
         if x is None:  # what users of mpi4py pass on the other ranks
@@ -142,7 +144,7 @@ def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = No
     if known is not None and (
         timeout is None or (isinstance(timeout, (int, float)) and timeout > 0)
     ):
-        known.run(0, 0, timeout)
+        known.run(0, 0, timeout, caller())
         return
     with begin_call(group, "barrier", timeout) as call:
         call.describe(algorithm=algorithm)
@@ -155,8 +157,6 @@ def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = No
             plan = small
         else:
             plan = MessageCall(call, partial(by_messages.barrier, algorithm=algorithm))
-        if not isinstance(plan, MessageCall):
-            plan.ours -= 1  # it is found without `again`
         plan.first(call)
         if algorithm == "auto":
             group.plans["barrier"] = plan

@@ -24,6 +24,7 @@ from collectives.calls.overloads import (
     Unpack,
 )
 from collectives.operations import gather_moves, objects, plan_cache
+from collectives.tracing.call_sites import caller
 
 __all__ = ["allgather", "alltoall", "gather", "scatter"]
 
@@ -78,10 +79,10 @@ def gather(
         CollectiveTimeout: as `allreduce`.
     """
     key, here = ("gather", root, algorithm), group.rank == root
-    if here and out is not None:
-        known = plan_cache.run_cached_into(group, key, x, out, timeout)  # step 1
+    if here and out is not None:  # step 1
+        known = plan_cache.run_cached_into(group, key, x, out, timeout, caller())
     else:
-        known = plan_cache.run_cached(group, key, x, plan_cache.DEFERRED_OUT, timeout)
+        known = plan_cache.run_cached(group, key, x, plan_cache.DEFERRED_OUT, timeout, caller())
     if known is not None:
         return known if here else None
     with begin_call(group, "gather", timeout) as call:  # step 2
@@ -130,10 +131,10 @@ def allgather(
     Cost: "ring" P - 1 messages per rank, (P - 1)/P of the result's bytes.
     """
     key = ("allgather", algorithm)
-    if out is None:
-        known = plan_cache.run_cached(group, key, x, plan_cache.DEFERRED_OUT, timeout)  # step 1
+    if out is None:  # step 1
+        known = plan_cache.run_cached(group, key, x, plan_cache.DEFERRED_OUT, timeout, caller())
     else:
-        known = plan_cache.run_cached_into(group, key, x, out, timeout)
+        known = plan_cache.run_cached_into(group, key, x, out, timeout, caller())
     if known is not None:
         return known
     with begin_call(group, "allgather", timeout) as call:  # step 2

@@ -10,6 +10,7 @@ from __future__ import annotations
 import itertools
 import math
 from functools import partial
+from types import FrameType
 from typing import Any
 
 import numpy as np
@@ -256,9 +257,9 @@ def _with_lowering(way: Lowering, plan: AnyCall, own: Array, taken: Array) -> Co
         taken: its result.
     """
 
-    def run(send: Array, out: Array, timeout: float | None) -> None:
+    def run(send: Array, out: Array, timeout: float | None, frame: FrameType) -> None:
         way.put(send, own)
-        plan.run(as_plan_argument(plan, own), as_plan_argument(plan, taken), timeout)
+        plan.run(as_plan_argument(plan, own), as_plan_argument(plan, taken), timeout, frame)
         out[...] = way.back(taken)
 
     return CompositePlan(plan.group, run)

@@ -19,6 +19,7 @@ Cost: 1 to 2 us of Python per call in shared memory, 2 more for tensors.
 from __future__ import annotations
 
 from collections.abc import Callable
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -50,10 +51,12 @@ _NOT_ADAPTED = (*_NOT_FOUND, AttributeError, BufferError, LookupError, RuntimeEr
 _NUMBERS = (bool, int, float, complex, list, tuple, np.generic)
 
 
-def run_cached(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
+def run_cached(
+    group: Group, key: Key, x: Any, out: Any, timeout: float | None, frame: FrameType
+) -> Any:
     """Make a call that is like an earlier one, by the plan of that one.
 
-    Args as the caller's. `out` may be `DEFERRED_OUT`.
+    Args as the caller's. `out` may be `DEFERRED_OUT`; `frame` is that of the caller's caller.
 
     Returns:
         Where the result is: `out`, or a new array; `DEFERRED_OUT` if that was given and the plan
@@ -64,7 +67,7 @@ def run_cached(group: Group, key: Key, x: Any, out: Any, timeout: float | None) 
         As `NodeCall.run`.
     """
     if type(x) is not np.ndarray:
-        return _run_adapted(run_cached, group, key, x, out, timeout)
+        return _run_adapted(run_cached, group, key, x, out, timeout, frame)
     try:
         dtype, shape = x.dtype, x.shape
         plan = group.plans[key, dtype, shape, _place(group, x) if out is x else None]
@@ -73,16 +76,16 @@ def run_cached(group: Group, key: Key, x: Any, out: Any, timeout: float | None) 
             group.listener is not group.status  # who wants to know more than a kernel tells
             or not (timeout is None or timeout > 0)
         ):
-            return _by_addresses(group, key, x, out, timeout)
+            return _by_addresses(group, key, x, out, timeout, frame)
         if group.gate is not None:
             group.check_free(plan.operation)
         group.gate = plan  # before its block changes, because another thread may use the plan
         if not group.address_reader.bind(plan.arrays, x, result):
             group.gate = group.unusable
-            return _by_addresses(group, key, x, out, timeout)
+            return _by_addresses(group, key, x, out, timeout, frame)
     except _NOT_FOUND:
-        return _by_addresses(group, key, x, out, timeout)
-    plan.repeat(timeout)
+        return _by_addresses(group, key, x, out, timeout, frame)
+    plan.repeat(timeout, frame)
     return result
 
 
@@ -94,7 +97,9 @@ def _place(group: Group, x: Array) -> SharedLocation | None:
     return engine.shared.location_at(group.address_reader.readable(x), x.nbytes)
 
 
-def _by_addresses(group: Group, key: Key, x: Array, out: Any, timeout: float | None) -> Any:
+def _by_addresses(
+    group: Group, key: Key, x: Array, out: Any, timeout: float | None, frame: FrameType
+) -> Any:
     """As `run_cached`, for plans of any kind; finds out here whether the arrays share memory."""
     try:
         readable, writable, _ = group.address_reader
@@ -120,11 +125,13 @@ def _by_addresses(group: Group, key: Key, x: Array, out: Any, timeout: float | N
             send, target = x.reshape(-1), None if out is DEFERRED_OUT else out.reshape(-1)
     except _NOT_FOUND:
         return None
-    made = plan.run(send, target, timeout)
+    made = plan.run(send, target, timeout, frame)
     return out if made is None else made
 
 
-def run_cached_into(group: Group, key: Key, x: Any, out: Any, timeout: float | None) -> Any:
+def run_cached_into(
+    group: Group, key: Key, x: Any, out: Any, timeout: float | None, frame: FrameType
+) -> Any:
     """As `run_cached`, for a call whose result has another shape than `x`, and goes into `out`.
 
     Either of them may be a part of the other one, in its place.
@@ -133,7 +140,7 @@ def run_cached_into(group: Group, key: Key, x: Any, out: Any, timeout: float | N
         `out`; None where no plan is known, or something needs a closer look.
     """
     if type(x) is not np.ndarray:
-        return _run_adapted(run_cached_into, group, key, x, out, timeout)
+        return _run_adapted(run_cached_into, group, key, x, out, timeout, frame)
     if type(out) is not np.ndarray:
         return None
     try:
@@ -150,7 +157,7 @@ def run_cached_into(group: Group, key: Key, x: Any, out: Any, timeout: float | N
             send, target = x.reshape(-1), out.reshape(-1)
     except _NOT_FOUND:
         return None
-    plan.run(send, target, timeout)
+    plan.run(send, target, timeout, frame)
     return out
 
 
@@ -169,7 +176,13 @@ class _Adapted(NamedTuple):
 
 
 def _run_adapted(
-    find: Callable[..., Any], group: Group, key: Key, x: Any, out: Any, timeout: float | None
+    find: Callable[..., Any],
+    group: Group,
+    key: Key,
+    x: Any,
+    out: Any,
+    timeout: float | None,
+    frame: FrameType,
 ) -> Any:
     """As `find`, which is `run_cached` or `run_cached_into`, for what is not an array of NumPy."""
     try:
@@ -178,7 +191,7 @@ def _run_adapted(
         return None
     if seen is None:
         return None
-    made = find(group, key, seen.array, seen.out, timeout)
+    made = find(group, key, seen.array, seen.out, timeout, frame)
     return made if made is None or made is DEFERRED_OUT else seen.finish(made)
 
 

@@ -36,6 +36,7 @@ from collectives.plans import by_messages
 from collectives.plans import planner as plans
 from collectives.plans.by_messages import ReduceSpec
 from collectives.plans.prepared_calls import MessageCall, NodeCall
+from collectives.tracing.call_sites import caller
 
 __all__ = ["allreduce", "reduce", "reduce_scatter"]
 
@@ -116,7 +117,8 @@ def allreduce(
     """
     key = ("allreduce", op, algorithm, None if compression is NONE else compression, prescale,
            postscale)  # fmt: skip
-    if (known := plan_cache.run_cached(group, key, x, out, timeout)) is not None:  # step 1
+    known = plan_cache.run_cached(group, key, x, out, timeout, caller())  # step 1
+    if known is not None:
         return known
     if type(op) is Op and op in LOCATING:
         asked = minloc.MinlocOptions(op, algorithm, prescale, postscale, timeout)
@@ -210,7 +212,7 @@ def reduce(
     key = ("reduce", op, algorithm, root, prescale, postscale)
     # An array of NumPy stands for no result at less cost than `DEFERRED_OUT`.
     to = out if own else (x if type(x) is np.ndarray else plan_cache.DEFERRED_OUT)
-    known = plan_cache.run_cached(group, key, x, to, timeout)  # step 1
+    known = plan_cache.run_cached(group, key, x, to, timeout, caller())  # step 1
     if known is not None:
         return known if own else None
     if type(op) is Op and op in LOCATING:
@@ -296,7 +298,7 @@ def reduce_scatter(
     key: plan_cache.Key = ("reduce_scatter", op, algorithm, prescale, postscale,
                       tuple(counts) if type(counts) is list else counts)  # fmt: skip
     find = plan_cache.run_cached if out is None else plan_cache.run_cached_into
-    if (known := find(group, key, x, out, timeout)) is not None:  # step 1
+    if (known := find(group, key, x, out, timeout, caller())) is not None:  # step 1
         return known
     if type(op) is Op and op in LOCATING:
         asked = minloc.MinlocOptions(op, algorithm, prescale, postscale, timeout)

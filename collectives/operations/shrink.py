@@ -28,7 +28,7 @@ def shrink(group: Group, *, timeout: float | None = None) -> Group:
         )
     limit = group.settings.timeout if timeout is None else timeout
     deadline = Deadline("shrink", limit, group.settings.stall_warning)
-    record = group.begin("shrink", ours=2)
+    record = group.begin("shrink")
     try:
         transport, members = group.transport.shrink(deadline)
     except BaseException as error:
@@ -73,7 +73,7 @@ def agree(group: Group, flag: bool, *, timeout: float | None = None) -> bool:
     limit = group.settings.timeout if timeout is None else timeout
     warn_after = group.settings.stall_warning if limit < math.inf else limit
     deadline = Deadline("agree", limit, warn_after)
-    record = group.begin("agree", ours=2)
+    record = group.begin("agree")
     try:
         answer = group.transport.agree(flag and group.unusable is None, deadline)
     except BaseException as error:

@@ -17,7 +17,8 @@ from __future__ import annotations
 
 import operator
 from collections.abc import Callable, Iterator, Sequence
-from contextlib import contextmanager
+from contextlib import AbstractContextManager, contextmanager
+from types import FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -29,6 +30,7 @@ from collectives.calls.requests import RequestState
 from collectives.core.errors import CollectiveError, CollectiveTimeout
 from collectives.p2p.progress_engine import ProgressEngine
 from collectives.p2p.transfers import ReceiveOperation, SendOperation
+from collectives.tracing.recorder import Record
 from collectives.transport import header
 from collectives.transport.header import ARRAY, Envelope
 from collectives.transport.transport import Deadline
@@ -52,13 +54,18 @@ class P2PEndpoint:
         self._lane = ProgressEngine(group)
         self._matching = self._lane.matching
 
-    @contextmanager
     def enter(
-        self, operation: str, timeout: float | None, tag: int | None, **peers: int | None
-    ) -> Iterator[Deadline]:
-        """Check the arguments, look after what was sent before, and record how the call ends.
+        self,
+        operation: str,
+        timeout: float | None,
+        tag: int | None,
+        frame: FrameType,
+        **peers: int | None,
+    ) -> AbstractContextManager[Deadline]:
+        """Check the arguments, and begin a call; returns its block, as `_under_way`.
 
         Args:
+            frame: of the operation's caller, as for `Recorder.take`.
             peers: the other ranks, by the names of the arguments.
         """
         group = self._group
@@ -72,7 +79,13 @@ class P2PEndpoint:
             raise ValueError(f"{operation}: tag must be an integer from 0 to 2^63 - 1, got {tag}")
         with self._matching.lock:
             # Only two ranks make this call, so it gets no number of its own.
-            record = group.begin(operation, {**peers, "tag": tag}, ours=4)
+            record = group.begin(operation, {**peers, "tag": tag}, frame)
+        return self._under_way(record, limit)
+
+    @contextmanager
+    def _under_way(self, record: Record, limit: float) -> Iterator[Deadline]:
+        """Look after what was sent before, and record how the call ends."""
+        group, operation = self._group, record.operation
         failure: BaseException | None = None
         try:
             self._check_sent(operation)

@@ -15,6 +15,7 @@ from collectives.calls.group import Group
 from collectives.calls.overloads import A
 from collectives.calls.requests import Request
 from collectives.p2p.endpoint import P2PEndpoint
+from collectives.tracing.call_sites import caller
 from collectives.transport.header import OBJECT, Envelope
 
 __all__ = [
@@ -59,7 +60,7 @@ def send(group: Group, x: Any, dest: int, *, tag: int = 0, timeout: float | None
         >>> parts = [comm.recv(source) for source in range(1, comm.size) if comm.rank == 0]
     """
     direct = group.state_of(P2PEndpoint)
-    with direct.enter("send", timeout, tag, dest=dest) as deadline:
+    with direct.enter("send", timeout, tag, caller(), dest=dest) as deadline:
         direct.send(host_arrays.host_view(x, operation="send").host, dest, tag, deadline)
 
 
@@ -86,7 +87,7 @@ def isend(
         >>> results = [request.wait() for request in requests]
     """
     direct = group.state_of(P2PEndpoint)
-    with direct.enter("isend", timeout, tag, dest=dest) as deadline:
+    with direct.enter("isend", timeout, tag, caller(), dest=dest) as deadline:
         return Request(
             direct.isend(host_arrays.host_view(x, operation="isend").host, dest, tag, deadline)
         )
@@ -140,7 +141,7 @@ def recv(
         than this rank asks for them.
     """
     direct = group.state_of(P2PEndpoint)
-    with direct.enter("recv", timeout, tag, source=source) as deadline:
+    with direct.enter("recv", timeout, tag, caller(), source=source) as deadline:
         return direct.recv(source, tag, deadline, out)
 
 
@@ -190,7 +191,7 @@ def irecv(
         ...     comm.send(comm.rank, 0)
     """
     direct = group.state_of(P2PEndpoint)
-    with direct.enter("irecv", timeout, tag, source=source) as deadline:
+    with direct.enter("irecv", timeout, tag, caller(), source=source) as deadline:
         ordered = streams.capture_streams((out,))
         return Request(direct.irecv(source, tag, deadline, out, ordered))
 
@@ -240,7 +241,7 @@ def sendrecv(
         ...     assert comm.sendrecv(comm.rank, right, left) == left
     """
     direct = group.state_of(P2PEndpoint)
-    with direct.enter("sendrecv", timeout, tag, dest=dest, source=source) as deadline:
+    with direct.enter("sendrecv", timeout, tag, caller(), dest=dest, source=source) as deadline:
         direct.send(host_arrays.host_view(x, operation="sendrecv").host, dest, tag, deadline)
         return direct.recv(source, tag, deadline, out)
 
@@ -278,7 +279,7 @@ def probe(
         ...     x = comm.recv(source, tag=tag)
     """
     direct = group.state_of(P2PEndpoint)
-    with direct.enter("probe", timeout, tag, source=source) as deadline:
+    with direct.enter("probe", timeout, tag, caller(), source=source) as deadline:
         return direct.probe(source, tag, deadline)
 
 
@@ -290,7 +291,7 @@ def send_object(
     Arguments, errors and order as `send`; see `broadcast_object` about pickle.
     """
     direct = group.state_of(P2PEndpoint)
-    with direct.enter("send_object", timeout, tag, dest=dest) as deadline:
+    with direct.enter("send_object", timeout, tag, caller(), dest=dest) as deadline:
         direct.send(pickling.dumps(obj), dest, tag, deadline, OBJECT)
 
 
@@ -319,6 +320,6 @@ def recv_object(
         7
     """
     direct = group.state_of(P2PEndpoint)
-    with direct.enter("recv_object", timeout, tag, source=source) as deadline:
+    with direct.enter("recv_object", timeout, tag, caller(), source=source) as deadline:
         data = direct.recv(source, tag, deadline, kind=OBJECT)
     return pickling.loads(data)

@@ -5,6 +5,7 @@ from __future__ import annotations
 import ctypes
 import itertools
 import math
+from types import FrameType
 
 import numpy as np
 
@@ -52,7 +53,6 @@ class GatherPlan:
         table = [(rank, 0, each, each * rank) for rank in range(engine.size)]
         self._addresses = address(self._own), address(self._everyones)
         self._tell = NodeCall(call, engine.plan_publish(each, table, call.digest, each))
-        self._tell.ours += 1 if self._takes else 2  # `run`, and the closer look of `again`
         unknown = signature.hash_of({"rows": "unknown", "rank": engine.rank})
         self._move = self._tell.matching_detail(0, [], 0, detail=unknown)
         self._told: list[list[int]] = []
@@ -77,13 +77,14 @@ class GatherPlan:
         self._move.first(call, flat, joined)
         return host_arrays.copy_to(joined, result)
 
-    def run(self, send: int, out: int, timeout: float | None) -> Array | None:
+    def run(self, send: int, out: int, timeout: float | None, frame: FrameType) -> Array | None:
         """Make the call once more, whatever the other ranks bring; as `NodeCall.run`.
 
         Args:
             send: address of this rank's array.
             out: address of the result, of the shape of the last one; 0 for a new array.
             timeout: seconds, None for the setting.
+            frame: of the operation's caller, as for `Recorder.take`.
 
         Returns:
             The new array, if it is one.
@@ -115,7 +116,7 @@ class GatherPlan:
             if error is None:
                 self._move.meet(send, room(), timeout)
 
-        self._move.run(send, room(), timeout, tell_and_move)
+        self._move.run(send, room(), timeout, frame, tell_and_move)
         if error is not None:  # which all ranks know
             raise error
         if out and made is not None:

@@ -10,6 +10,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
+from types import FrameType
 from typing import Generic, NamedTuple
 
 from collectives.algorithms.eager import EagerBlock
@@ -30,6 +31,7 @@ from collectives.plans.prepared_calls import (
     NodeCall,
     as_plan_argument,
 )
+from collectives.tracing.call_sites import caller
 
 __all__ = [
     "MOST",
@@ -121,7 +123,7 @@ class CompositePlan(NamedTuple):
     """
 
     group: Group
-    run: Callable[[Array, Array, float | None], None]
+    run: Callable[[Array, Array, float | None, FrameType], None]
     by_messages: bool = True  # it is given arrays, whatever it does with them
 
 
@@ -170,13 +172,11 @@ class Plan(Generic[A]):
         if isinstance(plan, NodeCall):  # whose block knows the arrays
             plan.bind(send, out)
             self._kernel, self._address = plan.kernel, plan.block
-        elif isinstance(plan, EagerCall):
-            plan.ours -= 1  # it is run without `again`
 
     def __call__(self) -> A:
         """Make the call, and return the array with its result."""
         if self._kernel is None:
-            self._plan.run(self._send, self._out, self._timeout)
+            self._plan.run(self._send, self._out, self._timeout, caller())
             return self.array
         group = self._group
         if group.gate is not None:

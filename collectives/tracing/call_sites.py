@@ -6,16 +6,18 @@ another one names that one's line.
 
 from __future__ import annotations
 
+import functools
 import os
 import sys
 import threading
 from _thread import get_ident
+from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import NamedTuple
 
 __all__ = [
-    "CallOrigin", "Site", "attributed", "call_site", "calls_from", "calls_from_here",
+    "CallOrigin", "Site", "attributed", "call_site", "caller", "calls_from", "calls_from_here",
     "current_origin", "other_thread_in", "user_frame",
 ]  # fmt: skip
 
@@ -60,6 +62,11 @@ class CallOrigin(NamedTuple):
     site: Site
     entry: str = ""
 
+
+# Returns the frame of the caller of the function that calls this. An operation passes it on: the
+# search for the user's line takes 50 ns from there, and 0.5 us from four frames further down. A
+# frame must not be kept, because it holds the arrays of the user's function.
+caller: Callable[[], FrameType] = functools.partial(sys._getframe, 1)
 
 # By the numbers of threads: an origin that stands for the calls which that one makes for another.
 attributed: dict[int, CallOrigin] = {}
@@ -118,18 +125,6 @@ def calls_from_here() -> AbstractContextManager[None]:
     return _CallsFrom(current_origin())
 
 
-def call_site(ours: int) -> tuple[CodeType, int]:
-    """Return where this thread's call comes from, as `Record` has it, without a look at modules.
-
-    Args:
-        ours: how many callers are known to belong to our packages, from this function on.
-    """
-    if (known := attributed.get(get_ident())) is not None:
-        return known.site
-    frame = sys._getframe(ours)
-    return frame.f_code, frame.f_lasti
-
-
 def _module(frame: FrameType) -> str:
     name: str = frame.f_globals.get("__name__", "")
     return name
@@ -164,6 +159,14 @@ def other_thread_in(call: object) -> str | None:
                 return names.get(ident, f"thread {ident}")
             frame = frame.f_back
     return None
+
+
+def call_site(frame: FrameType) -> tuple[CodeType, int]:
+    """Return where this thread's call comes from, as `Record` has it; the frame as `user_frame`."""
+    if (known := attributed.get(get_ident())) is not None:
+        return known.site
+    frame = user_frame(frame)
+    return frame.f_code, frame.f_lasti
 
 
 def user_frame(frame: FrameType) -> FrameType:

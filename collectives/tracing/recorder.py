@@ -32,7 +32,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.arrays.host_arrays import Array, address
-from collectives.tracing.call_sites import Site, attributed, user_frame
+from collectives.tracing.call_sites import Site, attributed, caller, user_frame
 
 __all__ = [
     "NO_FIELDS",
@@ -49,7 +49,7 @@ log = logging.getLogger(__name__)
 CAPACITY = 256
 
 # A name is found faster than a module and its attribute.
-_now, _getframe = time.monotonic, sys._getframe
+_now = time.monotonic
 
 # Wall-clock time of the zero of the monotonic clock, so that records need one clock only.
 _EPOCH = time.time() - time.monotonic()
@@ -161,21 +161,22 @@ class Recorder:
         number: int,
         operation: str,
         fields: Mapping[str, object] = NO_FIELDS,
-        ours: int = 0,
+        frame: FrameType | None = None,
     ) -> Record:
-        """Note that an operation begins; arguments as `take`."""
-        record = self.take(number, operation, fields, ours + 1)
+        """Note that an operation begins; arguments as `take`, by default the caller's frame."""
+        record = self.take(number, operation, fields, frame or caller())
         record.begin()
         return record
 
     def take(
-        self, number: int, operation: str, fields: Mapping[str, object], ours: int = 0
+        self, number: int, operation: str, fields: Mapping[str, object], frame: FrameType
     ) -> Record:
         """Note all but the time of an operation that is about to begin.
 
         Args:
             fields: what else is known; the caller may fill in `fields` of the record later.
-            ours: how many callers are known to belong to our packages, and need no look.
+            frame: where the search for the user's line begins: the user's own frame, or one of our
+                packages above which it is found.
 
         Returns:
             The record, which is the operation's until `CAPACITY` others have begun.
@@ -190,7 +191,6 @@ class Recorder:
         if attributed and (origin := attributed.get(_thread.get_ident())) is not None:
             record.caller = origin.site
             return record
-        frame = _getframe(1 + ours)
         code, last = frame.f_code, self._caller
         if code is not last[0] or frame.f_lasti != last[1]:
             last = self._caller = self._find_site(frame)
@@ -198,7 +198,7 @@ class Recorder:
         return record
 
     def _find_site(self, frame: FrameType) -> tuple[CodeType, int]:
-        """Return where a call comes from, of whose callers this is the first that may be it."""
+        """Return where the user's frame stands that is found from this one on."""
         if frame.f_globals.get("__name__") != self._program:  # nearly always the same module
             frame = user_frame(frame)
             self._program = frame.f_globals.get("__name__")

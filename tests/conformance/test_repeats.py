@@ -2,8 +2,10 @@
 
 from __future__ import annotations
 
+import gc
 import sys
 import time
+import weakref
 
 import numpy as np
 import pytest
@@ -234,6 +236,72 @@ def test_known_calls_name_the_line_of_each_and_that_of_another_thread(world):
         with here:
             comm.allreduce(x)
         assert group_of(comm).recorder.records[-1].site.line == line
+
+    world.run(check)
+
+
+def test_every_call_names_the_users_line_also_through_our_packages(world):
+    package = {"__name__": "strategies.somewhere"}
+    exec("def call(function, *args, **options):\n return function(*args, **options)\n", package)
+    through = package["call"]
+
+    def check(comm):
+        x, y, every = np.ones(4 * comm.size), np.ones(4 * comm.size), np.ones(4 * comm.size**2)
+        own, right = np.ones(4), (comm.rank + 1) % comm.size
+        # Each on a line of its own.
+        calls = [
+            lambda: comm.allreduce(x),
+            lambda: comm.allreduce(x, out=y),
+            lambda: comm.allreduce(3.0),
+            lambda: comm.reduce(x),
+            lambda: comm.reduce_scatter(x),
+            lambda: comm.reduce_scatter(x, out=own),
+            lambda: comm.broadcast(x),
+            lambda: comm.gather(x),
+            lambda: comm.allgather(x),
+            lambda: comm.allgather(x, out=every),
+            lambda: comm.alltoall(x),
+            lambda: comm.barrier(),
+            lambda: comm.agree(True),
+            lambda: comm.scan(x),
+            lambda: comm.broadcast_object("text"),
+            lambda: through(comm.allreduce, x),
+            lambda: through(comm.allgather, x, out=every),
+            lambda: through(comm.barrier),
+            lambda: through(through, comm.allreduce, x),
+            lambda: through(through, comm.scan, x),
+        ]
+        if comm.size > 1:
+            left = (comm.rank - 1) % comm.size
+            calls += [
+                lambda: comm.sendrecv(x, right, left),
+                lambda: through(comm.sendrecv, x, right, left),
+            ]
+        lines = [call.__code__.co_firstlineno for call in calls]
+        for _ in range(3):
+            for call, line in zip(calls, lines, strict=True):
+                call()
+                site = comm.recorder.records[-1].site
+                assert (site.file, site.line) == (__file__, line)
+
+    world.run(check)
+
+
+def test_no_call_keeps_the_variables_of_its_caller(world):
+    def check(comm):
+        def step():
+            held = np.ones(3)
+            for _ in range(3):
+                comm.allreduce(held)
+                comm.allgather(held)
+                comm.scan(held)
+            return weakref.ref(held)
+
+        gc.disable()  # gone without a search for circles
+        try:
+            assert step()() is None
+        finally:
+            gc.enable()
 
     world.run(check)
 
