@@ -20,13 +20,15 @@ from collectives.channel.channel import Channel
 from collectives.communicator import Communicator, group_of
 from collectives.core.errors import LaunchError, in_turn
 from collectives.launch.launcher import launcher_world_size
-from collectives.tracing.call_sites import calls_from_here
+from collectives.tracing.call_sites import CallOrigin, calls_from, current_origin
 
 __all__ = [
+    "CallOrigin",
     "Channel",
-    "calls_from_here",
+    "calls_from",
     "check_usable",
     "collective_error",
+    "current_origin",
     "describe_ranks",
     "launcher_world_size",
     "node_leaders",

@@ -33,7 +33,6 @@ from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
 from collectives.calls.overloads import Splits
 from collectives.plans.planner import CompositePlan, Plan
-from collectives.tracing.call_sites import calls_from_here
 
 __all__ = [
     "MinlocOptions",
@@ -178,11 +177,10 @@ def _reduce_then_locate(
 ) -> None:
     """Find the best values, and then where they are, each by the plan that reduces its memory."""
     (values, indices), (best, where), (find, locate) = pairs, found, by
-    with calls_from_here():
-        best[...] = values
-        find()
-        where[...] = _candidate_indices(values, best, indices)
-        locate()
+    best[...] = values
+    find()
+    where[...] = _candidate_indices(values, best, indices)
+    locate()
 
 
 def _borrow_pair(

@@ -17,8 +17,8 @@ from types import CodeType, FrameType
 from typing import NamedTuple
 
 __all__ = [
-    "CallOrigin", "Site", "attributed", "call_site", "caller", "calls_from", "calls_from_here",
-    "current_origin", "other_thread_in", "user_frame",
+    "CallOrigin", "Site", "attributed", "call_site", "caller", "calls_from", "current_origin",
+    "other_thread_in", "user_frame",
 ]  # fmt: skip
 
 # Frames of these modules are ours; the first one outside is where the user called.
@@ -105,24 +105,12 @@ class _CallsFrom:
 
 
 def calls_from(origin: CallOrigin) -> AbstractContextManager[None]:
-    """Return a block in which the calls of a thread count as made there."""
-    return _CallsFrom(origin)
+    """Return a block in which the calls of a thread count as made there.
 
-
-def calls_from_here() -> AbstractContextManager[None]:
-    """Return a block for another thread, in which its calls count as made here.
-
-    Errors and flight records then name this line of the program instead of one of the thread. The
-    block may be entered many times, by one thread at a time. It costs some microseconds.
-
-    Example:
-        >>> from collectives import extend
-        >>> here = extend.calls_from_here()
-        >>> def work(comm):  # in a thread
-        ...     with here:
-        ...         comm.barrier()
+    Errors and flight records of a thread that carries out the calls of another one then name the
+    line that asked for them. The block may be entered many times, by one thread at a time.
     """
-    return _CallsFrom(current_origin())
+    return _CallsFrom(origin)
 
 
 def _module(frame: FrameType) -> str:

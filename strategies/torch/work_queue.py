@@ -48,7 +48,7 @@ class QueuedOperation:
     def __init__(self, line: WorkQueue, run: Callable[[], Any]) -> None:
         self._line = line
         self._run: Callable[[], Any] | None = run
-        self._called_here = extend.calls_from_here()  # whichever thread carries it out
+        self._origin = extend.current_origin()  # whichever thread carries it out
         self._over = threading.Event()
         self._callbacks: list[Callable[[], Any]] = []
         self._lock = threading.Lock()
@@ -77,7 +77,7 @@ class QueuedOperation:
         run, self._run = self._run, None  # whose arrays would live on with a forgotten future
         assert run is not None
         try:
-            with self._called_here:
+            with extend.calls_from(self._origin):
                 run()
         except BaseException as error:
             self.error = translated(error)

@@ -231,7 +231,7 @@ def test_known_calls_name_the_line_of_each_and_that_of_another_thread(world):
         sites = [record.site.line for record in group_of(comm).recorder.records[-6:]]
         line = sys._getframe().f_lineno - 3
         assert sites == 3 * [line, line + 1]
-        here = extend.calls_from_here()
+        here = extend.calls_from(extend.current_origin())
         line = sys._getframe().f_lineno - 1
         with here:
             comm.allreduce(x)
@@ -283,6 +283,30 @@ def test_every_call_names_the_users_line_also_through_our_packages(world):
                 call()
                 site = comm.recorder.records[-1].site
                 assert (site.file, site.line) == (__file__, line)
+
+    world.run(check)
+
+
+def test_a_plan_that_is_recorded_names_the_line_that_calls_it(world):
+    def check(comm):
+        x, indices = np.ones(3), np.arange(3)
+        plans = [
+            comm.plan_allreduce(x),
+            comm.plan_allreduce((x, indices), op=cc.MINLOC),
+            comm.plan_broadcast(x),
+        ]
+        lines = []
+        for plan in 3 * plans:
+            number = comm.call_number
+            plan()
+            if comm.call_number > number:  # else a kernel made the call alone
+                lines.append(comm.recorder.records[-1].site.line)
+        line = sys._getframe().f_lineno - 3
+        assert lines == len(lines) * [line]
+        if not comm.uses_messages and comm.size > 1:
+            assert not lines
+        else:
+            assert len(lines) == 3 * len(plans)
 
     world.run(check)
 
