@@ -20,7 +20,7 @@ from collectives.channel.channel import Channel
 from collectives.communicator import Communicator, group_of
 from collectives.core.errors import LaunchError, in_turn
 from collectives.launch.launcher import launcher_world_size
-from collectives.tracing.call_sites import CallOrigin, calls_from, current_origin
+from collectives.tracing.call_sites import CallOrigin, calls_from, current_origin, known_as
 
 __all__ = [
     "CallOrigin",
@@ -30,6 +30,7 @@ __all__ = [
     "collective_error",
     "current_origin",
     "describe_ranks",
+    "known_as",
     "launcher_world_size",
     "node_leaders",
     "open_channel",

@@ -14,12 +14,14 @@ from _thread import get_ident
 from collections.abc import Callable
 from contextlib import AbstractContextManager
 from types import CodeType, FrameType
-from typing import NamedTuple
+from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
     "CallOrigin", "Site", "attributed", "call_site", "caller", "calls_from", "current_origin",
-    "other_thread_in", "user_frame",
+    "known_as", "other_thread_in", "user_frame",
 ]  # fmt: skip
+
+T = TypeVar("T", bound=Callable[..., Any])
 
 # Frames of these modules are ours; the first one outside is where the user called.
 _OURS = ("collectives.", "strategies.")
@@ -118,17 +120,33 @@ def _module(frame: FrameType) -> str:
     return name
 
 
+def known_as(name: str) -> Callable[[T], T]:
+    """Return a decorator of what users call by another name: a class or a function of `strategies`.
+
+    `CallOrigin.entry` has that name. Of a class only the name of the method is added to it.
+    """
+
+    def note(called: T) -> T:
+        _names[getattr(called, "__code__", called)] = name
+        return called
+
+    return note
+
+
+# By the class, or the code of the function.
+_names: dict[object, str] = {}
+
+
 def _entry(frame: FrameType) -> str:
     """Name what users know of `strategies` by the frame of ours that they have called."""
     if not _module(frame).startswith("strategies."):
         return ""
-    # What users make, or call, by another name.
-    known = frame.f_globals.get("_KNOWN_AS", {})
+    if (name := _names.get(frame.f_code)) is not None:
+        return name
     function, owner = frame.f_code.co_name, frame.f_locals.get("self")
     if owner is None:
-        return str(known.get(function, function))
-    kind = type(owner).__name__
-    name = str(known.get(kind, kind))
+        return function
+    name = _names.get(type(owner), type(owner).__name__)
     return name if function.startswith("_") else f"{name}.{function}"
 
 

@@ -9,6 +9,7 @@ from typing import Any, Protocol, TypeVar
 import numpy as np
 
 import collectives as cc
+from collectives.extend import known_as
 from strategies.averaging.accumulation import GradientAccumulator
 from strategies.averaging.averaging import Averaging
 from strategies.averaging.consistency import Fingerprint, fingerprints_of_optimizer, settings_of
@@ -21,9 +22,6 @@ from strategies.optimizers.gradient_pairs import is_variable, refuse_jax, split
 from strategies.replicas import context
 
 __all__ = ["ArrayOptimizer", "AveragingOptimizer", "identity", "like_variables"]
-
-# By which name errors call what users make by it.
-_KNOWN_AS = {"AveragingOptimizer": "DistributedOptimizer"}
 
 Pair = tuple[Any, Any]
 T = TypeVar("T")
@@ -45,6 +43,7 @@ class ArrayOptimizer(Protocol):
         """Take over what `state_dict` returned."""
 
 
+@known_as("DistributedOptimizer")
 class AveragingOptimizer:
     """Averages the gradients over all ranks, then lets the wrapped optimizer apply them.
 

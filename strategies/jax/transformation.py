@@ -18,6 +18,7 @@ import optax
 from jax.experimental import io_callback
 
 import collectives as cc
+from collectives.extend import known_as
 from strategies.averaging import consistency
 from strategies.averaging.accumulation import GradientAccumulator
 from strategies.averaging.averaging import Averaging
@@ -31,8 +32,8 @@ from strategies.replicas.context import require_one_replica
 
 __all__ = ["AveragingTransformation", "MultiStepsState", "wrap"]
 
-# By which name errors call what users make by it; as in `distributed_optimizer`.
-_KNOWN_AS = dict.fromkeys(["update", "on_the_host"], "DistributedOptimizer.update")
+# How errors call what users call as `update` of the transformation, also in a compiled program.
+_named = known_as("DistributedOptimizer.update")
 
 
 class AveragingTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc,name-defined,unused-ignore]
@@ -71,6 +72,7 @@ def wrap(
     assert own is not None
     average = _Average(own, rule)
 
+    @_named
     def update(
         updates: Any, state: Any, params: Any = None, *, examples: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
@@ -93,6 +95,7 @@ def _with_passes(inner: Any, average: _Average, wanted: int) -> AveragingTransfo
         )
         return MultiStepsState(jnp.int32(0), jnp.float32(0), zeros, inner.init(params))
 
+    @_named
     def update(
         updates: Any,
         state: MultiStepsState,
@@ -181,6 +184,7 @@ class _Average:
         names = [(path[0].key, _name(path[1:])) for path, _ in paths]
         values = [_plain(value) for _, value in paths]
 
+        @_named
         def on_the_host(*hosts: Any) -> None:
             named = zip(names, hosts, strict=True)
             consistency.compare(
@@ -221,6 +225,7 @@ class _Average:
                     f"{name})"
                 )
 
+        @_named
         def on_the_host(rows: Any, own: Sequence[Any], *values: Any) -> tuple[Any, list[Any]]:
             self._settings = dict(zip(settings, own, strict=True))
             hosts = [np.asarray(value) for value in values]

@@ -42,9 +42,6 @@ Tensors = Sequence[torch.Tensor]
 
 _HOST = torch.device("cpu")
 
-# By which name errors call what programs use; as in `strategies.averaging.optimizer`.
-_KNOWN_AS = {"UnisonoGroup": "torch.distributed"}
-
 # Tags of `Communicator.group` end here.
 _TAGS = 1 << 14
 
@@ -100,6 +97,7 @@ def create(options: Any) -> UnisonoGroup:
     return UnisonoGroup(comm, options.store, limit)
 
 
+@extend.known_as("torch.distributed")
 class UnisonoGroup(distributed.ProcessGroup):
     """A process group of torch.distributed over a communicator.
 

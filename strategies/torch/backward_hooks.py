@@ -21,14 +21,12 @@ from typing import Any, NamedTuple
 
 import torch
 
+from collectives.extend import known_as
 from strategies.averaging.averaging import Averaging
 from strategies.averaging.consistency import checksum
 from strategies.averaging.overlap import Overlap
 
 __all__ = ["GradientHooks"]
-
-# By which name errors call what users make; as in `distributed_optimizer`.
-_KNOWN_AS = {"GradientHooks": "DistributedOptimizer"}
 
 
 class GradientHooks:
@@ -109,6 +107,7 @@ class GradientHooks:
             _write_to_bucket(self._averaging.places.get(position), parameter)
 
 
+@known_as("DistributedOptimizer")
 def _ready(weak: weakref.ref[GradientHooks], position: int, parameter: torch.Tensor) -> None:
     backward = weak()
     if backward is not None:

@@ -25,6 +25,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 import collectives as cc
+from collectives.extend import known_as
 from strategies.averaging.accumulation import GradientAccumulator, LocalGradient
 from strategies.averaging.averaging import Averaging
 from strategies.averaging.optimizer import identity
@@ -46,9 +47,6 @@ else:
 
 __all__ = ["TorchOptimizer"]
 
-# By which name errors call what users make by it; as in `strategies.averaging.optimizer`.
-_KNOWN_AS = {"TorchOptimizer": "DistributedOptimizer"}
-
 
 class _GradState(enum.Enum):
     """What `.grad` holds."""
@@ -59,6 +57,7 @@ class _GradState(enum.Enum):
     ASKED = "that, and a scaler that wanted it has not looked at it yet"
 
 
+@known_as("DistributedOptimizer")
 class TorchOptimizer(_Optimizer):
     """An optimizer of PyTorch whose steps apply the gradients of all ranks.
 
