@@ -21,8 +21,9 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.core.registry import cpu_target
 from numba.extending import intrinsic, register_jitable
+
+from collectives.kernels import intrinsics
 
 __all__ = [
     "CONVERSIONS",
@@ -142,7 +143,7 @@ def _has_instruction() -> bool:
 
     Otherwise LLVM calls a library function that no process can be relied on to have, and crashes.
     """
-    triple, _, features = cpu_target.target_context.codegen().magic_tuple()
+    triple, _, features = intrinsics.target_processor()
     if triple.startswith(("aarch64", "arm64")):
         return True
     return {"+f16c", "+avx"} <= set(features.split(","))

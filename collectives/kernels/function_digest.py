@@ -17,7 +17,7 @@ from typing import Any
 
 import numpy as np
 from numba import types
-from numba.core.dispatcher import Dispatcher
+from numba.extending import is_jitted
 
 from collectives.kernels.intrinsics import pointer
 
@@ -53,7 +53,7 @@ def _contents(
         seen: functions that are described already, with their numbers.
         pickled: as for `digest_of_function`.
     """
-    if isinstance(value, Dispatcher):
+    if is_jitted(value):
         yield sorted(value.targetoptions.items()), sorted(value.locals.items())
         value = value.py_func
     elif isinstance(value, _INTRINSIC):

@@ -11,8 +11,9 @@ from __future__ import annotations
 
 from typing import Any
 
+import llvmlite.binding as llvm
 from llvmlite import ir
-from numba import types
+from numba import config, types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
@@ -20,6 +21,7 @@ __all__ = [
     "call_binary", "call_unary", "canonical_nan", "canonical_nans", "clock_gettime", "copy",
     "fence", "load", "load_half_pair", "mpi_start", "mpi_test", "on_stack", "pause", "pointer",
     "sched_yield", "store", "store_fence_full", "store_half_pair", "stream",
+    "target_processor",
 ]  # fmt: skip
 
 # From so many bytes on the C library copies by the processor's instruction for strings, `rep
@@ -29,6 +31,17 @@ __all__ = [
 # processors gain by the instruction is theirs.
 _LEAST_BY_STRINGS = 1 << 12
 _PAGE, _TOO_NEAR = 1 << 12, 32
+
+
+def target_processor() -> tuple[str, str, str]:
+    """Return triple, name and features of the processor that numba compiles for, as LLVM's."""
+    features = config.CPU_FEATURES
+    if features is None:
+        found = llvm.get_host_cpu_features()
+        if not config.ENABLE_AVX:
+            found.update(dict.fromkeys((name for name in found if name.startswith("avx")), False))
+        features = found.flatten()
+    return llvm.get_process_triple(), config.CPU_NAME or llvm.get_host_cpu_name(), features
 
 
 @intrinsic

@@ -36,7 +36,7 @@ def test_two_modules_run_what_they_read_and_no_third():
                 found[str(path.relative_to(ROOT))] = names
     assert found == {
         "collectives/calls/pickling.py": {"pickle"},
-        "collectives/kernels/numba_compiler.py": {"numba.core.serialize"},
+        "collectives/kernels/numba_cache.py": {"numba.core.serialize"},
     }
 
 

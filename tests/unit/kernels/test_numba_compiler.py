@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import contextlib
 import importlib
+import itertools
 import os
 import subprocess
 import sys
@@ -259,10 +260,58 @@ def test_code_is_made_anew_when_a_file_that_it_includes_has_changed(module, tmp_
     assert len(kept(module)) == 2
 
 
-def test_code_is_not_kept_where_numba_has_no_such_cache(module, monkeypatch):
-    monkeypatch.delattr("numba.core.caching.CacheImpl.filename_base")
+@pytest.mark.parametrize("part", ["CacheImpl.filename_base", "CacheImpl.locator",
+                                  "Cache._index_key", "Cache._load_overload"])  # fmt: skip
+def test_code_is_not_kept_where_numba_has_no_such_cache(module, monkeypatch, part):
+    monkeypatch.delattr(f"numba.core.caching.{part}")
     assert module.multiplier(2)(21) == 42
     assert kept(module) == []
+
+
+def test_code_is_not_kept_where_numba_draws_its_numbers_elsewhere(module, monkeypatch):
+    monkeypatch.setattr("numba.core.bytecode.FunctionIdentity._unique_ids", itertools.count(1))
+    assert module.multiplier(2)(21) == 42
+    assert kept(module) == []
+
+
+WITHOUT = """
+    import numba.core.caching
+    del numba.core.caching.CompileResultCacheImpl
+
+    import ml_dtypes, numpy as np
+    from collectives.kernels import half_loops, numba_compiler
+
+    x, out = np.arange(5.0), np.empty(5, ml_dtypes.bfloat16)
+    half_loops.narrow(x, out)
+    assert (out == x).all()
+    print(numba_compiler.compiled(lambda x: 2 * x)(21))
+"""
+
+
+def test_what_is_compiled_runs_where_numba_lacks_a_class(tmp_path):
+    program = tmp_path / "without.py"
+    program.write_text(textwrap.dedent(WITHOUT))
+    done = subprocess.run(
+        [sys.executable, program], env=alone(tmp_path), capture_output=True, text=True
+    )
+    assert (done.returncode, done.stdout) == (0, "42\n"), done.stderr
+    assert list(tmp_path.rglob("*.nbc")) == []
+
+
+@pytest.mark.parametrize(
+    "settings", [{}, {"NUMBA_CPU_NAME": "generic"}, {"NUMBA_ENABLE_AVX": "0"},
+                 {"NUMBA_CPU_NAME": "x86-64-v2", "NUMBA_CPU_FEATURES": "+avx"}]
+)  # fmt: skip
+def test_the_processor_of_object_files_is_that_of_numba(tmp_path, settings):
+    program = (
+        "from numba.core.registry import cpu_target\n"
+        "from collectives.kernels import intrinsics\n"
+        "expected = cpu_target.target_context.codegen().magic_tuple()\n"
+        "assert intrinsics.target_processor() == expected\n"
+    )
+    environment = {**alone(tmp_path), **settings}
+    done = subprocess.run([sys.executable, "-c", program], env=environment, capture_output=True)
+    assert done.returncode == 0, done.stderr.decode()
 
 
 def test_a_full_disk_costs_nothing_but_the_file(module, monkeypatch):

@@ -10,7 +10,7 @@ import pytest
 from numba.core.serialize import loads
 
 import launcher
-from collectives.kernels import numba_compiler
+from collectives.kernels import numba_cache, numba_compiler
 from pairwise import also
 
 # Uses what the package compiles, one kind after the other in the order of the arguments, and
@@ -290,7 +290,7 @@ def test_files_of_earlier_editions_are_not_loaded(tmp_path, monkeypatch):
 
     monkeypatch.setenv("NUMBA_CACHE_DIR", str(tmp_path))
     for edition in (1, 2):
-        monkeypatch.setattr(numba_compiler, "_EDITION", edition)
+        monkeypatch.setattr(numba_cache, "_EDITION", edition)
         for hits in (0, 1):
             function = numba_compiler.compiled(double)
             assert function(3) == 6
