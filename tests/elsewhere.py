@@ -10,8 +10,8 @@ import inprocess
 from collectives.calls.group import Group
 from collectives.communicator import Communicator
 from collectives.core.settings import Settings
-from strategies.queues.engine import Dequeue
-from strategies.queues.remote import RemoteEngine, shared_queue
+from strategies.queues.remote import RemoteStateMachine, shared_queue
+from strategies.queues.state_machine import Dequeue
 from strategies.rpc.service import Service
 from tapped import Tapped
 
@@ -59,7 +59,7 @@ def leave(service):
     service.__exit__(RuntimeError, RuntimeError("of a test"), None)
 
 
-class Settling(RemoteEngine):
+class Settling(RemoteStateMachine):
     """Lets what an operation has brought about be known when the operation returns.
 
     Answers come in the order in which they were sent: when that to a last question is here, those
@@ -88,7 +88,7 @@ class Settling(RemoteEngine):
         len(self)
 
 
-def maker(service, engine=RemoteEngine):
+def maker(service, state_machine=RemoteStateMachine):
     """A function that makes queues of a kind on task 0."""
     numbers = itertools.count()
 
@@ -102,7 +102,7 @@ def maker(service, engine=RemoteEngine):
             shared_name=name or f"queue_{number}",
             container=str(number),
         )
-        queue.engine = engine(service, queue.engine.address)
+        queue.state_machine = state_machine(service, queue.state_machine.address)
         return queue
 
     return make

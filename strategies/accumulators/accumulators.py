@@ -9,9 +9,9 @@ from typing import Any, TypeVar
 import numpy as np
 import numpy.typing as npt
 
-from strategies.accumulators.engine import Accumulation, Apply, Take
 from strategies.accumulators.gradient_sum import GradientSpec, checked
-from strategies.accumulators.remote import Engine, open_accumulation
+from strategies.accumulators.remote import AnyAccumulation, open_accumulation
+from strategies.accumulators.state_machine import Accumulation, Apply, Take
 from strategies.core.sparse import Rows
 from strategies.errors import InvalidArgumentError
 from strategies.rpc.operation import perform
@@ -48,7 +48,9 @@ class _Accumulator:
             )
         self.part = GradientSpec(self.name, self.dtype.name, self.shape, self.form)
         self.mean = self.reduction_type == "MEAN"
-        self.engine: Engine = Accumulation([self.part], mean=self.mean, name=self.name)
+        self.state_machine: AnyAccumulation = Accumulation(
+            [self.part], mean=self.mean, name=self.name
+        )
 
     def __repr__(self) -> str:
         return (
@@ -58,28 +60,28 @@ class _Accumulator:
 
     def num_accumulated(self) -> int:
         """Return how many gradients of the current step are in."""
-        return self.engine.state()[1]
+        return self.state_machine.state()[1]
 
     def global_step(self) -> int:
         """Return the current step; gradients of an earlier one are dropped."""
-        return self.engine.state()[0]
+        return self.state_machine.state()[0]
 
     def set_global_step(self, step: int) -> None:
         """Set the current step; going back is logged as a warning."""
-        self.engine.set_step(int(step))
+        self.state_machine.set_step(int(step))
 
     def cancel_pending(self) -> None:
         """Fail all takes that wait, of any thread, with `CancelledError`."""
-        self.engine.cancel_pending()
+        self.state_machine.cancel_pending()
 
     def _apply(self, gradient: Any, local_step: int) -> bool:
         attempt = Apply([gradient], int(local_step))
-        perform(self.engine, attempt, "apply_grad", None)
+        perform(self.state_machine, attempt, "apply_grad", None)
         return attempt.accepted
 
     def _take(self, count: int, timeout: float | None) -> Any:
         attempt = Take(int(count))
-        perform(self.engine, attempt, "take_grad", timeout)
+        perform(self.state_machine, attempt, "take_grad", timeout)
         return attempt.results[0]
 
 
@@ -297,7 +299,7 @@ def shared_accumulator(
             f"got {kind!r}"
         )
     accumulator = kind(dtype, shape, reduction_type=reduction_type, name=shared_name)
-    accumulator.engine = open_accumulation(
+    accumulator.state_machine = open_accumulation(
         service,
         [accumulator.part],
         mean=accumulator.mean,

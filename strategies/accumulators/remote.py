@@ -11,8 +11,8 @@ from typing import Any, TypeAlias
 
 import numpy as np
 
-from strategies.accumulators.engine import Accumulation, Apply, Take
 from strategies.accumulators.gradient_sum import Gradient, GradientSpec
+from strategies.accumulators.state_machine import Accumulation, Apply, Take
 from strategies.core.sparse import Rows
 from strategies.errors import DataLossError
 from strategies.rpc.client import Reply
@@ -21,7 +21,7 @@ from strategies.rpc.registry import ResourceType, register_type
 from strategies.rpc.server_requests import ServerRequest
 from strategies.rpc.service import Service
 
-__all__ = ["KIND", "Engine", "RemoteAccumulation", "open_accumulation"]
+__all__ = ["KIND", "AnyAccumulation", "RemoteAccumulation", "open_accumulation"]
 
 
 def open_accumulation(
@@ -34,7 +34,7 @@ def open_accumulation(
     most: int | None = None,
     task: int | str | None = None,
     container: str | None = None,
-) -> Engine:
+) -> AnyAccumulation:
     """Find or make an accumulator on a task; see `Service.open`."""
     description: dict[str, Any] = {
         "parts": [[p.name, p.dtype, p.shape and list(p.shape), p.form] for p in parts],
@@ -49,7 +49,7 @@ def open_accumulation(
 
 
 class RemoteAccumulation(RemoteAttempts):
-    """The engine of an accumulator of another task."""
+    """The state machine of an accumulator on another task."""
 
     def request_of(self, attempt: PendingOperation) -> tuple[str, dict[str, Any], list[Any]]:
         """Return operation, arguments and values."""
@@ -80,7 +80,7 @@ class RemoteAccumulation(RemoteAttempts):
         return answer["step"], answer["count"], {w: list(n) for w, n in answer["tally"]}
 
 
-Engine: TypeAlias = Accumulation | RemoteAccumulation
+AnyAccumulation: TypeAlias = Accumulation | RemoteAccumulation
 """What an accumulator does, on its task or on another."""
 
 
@@ -110,24 +110,24 @@ def _unpack(values: Sequence[Any]) -> list[Gradient]:
 # Operations, at the task where the accumulator is.
 
 
-def _apply(engine: Accumulation, work: ServerRequest) -> None:
+def _apply(accumulation: Accumulation, work: ServerRequest) -> None:
     given = work.arguments
     attempt = Apply(_unpack(work.values), given["step"], given["worker"], given.get("examples"))
-    serve(engine, attempt, work, lambda done: work.reply(accepted=done.accepted))
+    serve(accumulation, attempt, work, lambda done: work.reply(accepted=done.accepted))
 
 
-def _take(engine: Accumulation, work: ServerRequest) -> None:
+def _take(accumulation: Accumulation, work: ServerRequest) -> None:
     take = Take(work.arguments["count"])
-    serve(engine, take, work, lambda done: work.reply(_pack(done.results), confirm=True))
+    serve(accumulation, take, work, lambda done: work.reply(_pack(done.results), confirm=True))
 
 
-def _set_step(engine: Accumulation, work: ServerRequest) -> None:
-    engine.set_step(work.arguments["step"])
+def _set_step(accumulation: Accumulation, work: ServerRequest) -> None:
+    accumulation.set_step(work.arguments["step"])
     work.reply()
 
 
-def _state(engine: Accumulation, work: ServerRequest) -> None:
-    step, count, tally = engine.state()
+def _state(accumulation: Accumulation, work: ServerRequest) -> None:
+    step, count, tally = accumulation.state()
     work.reply(step=step, count=count, tally=list(tally.items()))
 
 
@@ -140,20 +140,20 @@ def _make(description: Mapping[str, Any], name: str) -> Accumulation:
     return Accumulation(parts, mean=mean, name=name, step=step, most=most)
 
 
-def _difference(engine: Accumulation, description: Mapping[str, Any]) -> str | None:
+def _difference(accumulation: Accumulation, description: Mapping[str, Any]) -> str | None:
     wanted = _make(description, "")
-    if len(engine.parts) != len(wanted.parts):
+    if len(accumulation.parts) != len(wanted.parts):
         return (
-            f"the accumulator has another number of variables, expected {len(engine.parts)}, got "
-            f"{len(wanted.parts)}"
+            "the accumulator has another number of variables, expected "
+            f"{len(accumulation.parts)}, got {len(wanted.parts)}"
         )
-    for has, asked in zip(engine.parts, wanted.parts, strict=True):
+    for has, asked in zip(accumulation.parts, wanted.parts, strict=True):
         if has != asked:
             return f"the accumulator is of other variables, expected {has}, got {asked}"
-    if engine.mean != wanted.mean:
+    if accumulation.mean != wanted.mean:
         kinds = ["SUM", "MEAN"]
         return (
-            f"the accumulator has another reduction_type, expected {kinds[engine.mean]}, got "
+            f"the accumulator has another reduction_type, expected {kinds[accumulation.mean]}, got "
             f"{kinds[wanted.mean]}"
         )
     return None

@@ -127,8 +127,8 @@ class HorovodContext:
         """End the threads, as the program does; waits for nobody."""
         for process_set in self.sets.values():
             bound = process_set._bound
-            if bound is not None and bound.engine is not None:
-                bound.engine.stop()
+            if bound is not None and bound.controller is not None:
+                bound.controller.stop()
 
     def _keep(self, comm: cc.Communicator | None, number: int | None) -> cc.Communicator | None:
         """Keep a communicator until its set is removed, or without a set until the session ends."""
@@ -141,18 +141,18 @@ class HorovodContext:
             comm.close()
 
     def _bind(
-        self, process_set: ProcessSet, comm: cc.Communicator | None, engine: Controller | None
+        self, process_set: ProcessSet, comm: cc.Communicator | None, controller: Controller | None
     ) -> None:
         ranks = tuple(process_set.ranks)
-        process_set.bind(Bound(self, self._numbers, ranks, comm, engine))
+        process_set.bind(Bound(self, self._numbers, ranks, comm, controller))
         self.sets[self._numbers] = process_set
         self._numbers += 1
 
     def _release(self, process_set: ProcessSet) -> None:
         bound = process_set._bound
         process_set.bind(None)
-        if bound is not None and bound.engine is not None:
-            bound.engine.leave()
+        if bound is not None and bound.controller is not None:
+            bound.controller.leave()
 
 
 _session: HorovodContext | None = None

@@ -31,8 +31,8 @@ class Handle:
 
     def __del__(self) -> None:
         """Let the next wait for a call free the name."""
-        if not self._settled and self._bound.engine is not None:
-            self._bound.engine.names.drop(self._pending)
+        if not self._settled and self._bound.controller is not None:
+            self._bound.controller.names.drop(self._pending)
 
     def done(self) -> bool:
         """Tell whether `wait` would return, or raise, at once."""
@@ -44,8 +44,8 @@ class Handle:
         """Wait until it is done; returns the result, or raises what has gone wrong."""
         pending = self._pending
         if not pending.done:
-            assert self._bound.engine is not None
-            self._bound.engine.wait(pending)
+            assert self._bound.controller is not None
+            self._bound.controller.wait(pending)
         self._settle()
         if pending.error is not None:
             raise pending.error
@@ -57,9 +57,9 @@ class Handle:
     def _settle(self) -> None:
         if not self._settled:
             self._settled = True
-            assert self._bound.engine is not None
-            self._bound.engine.names.remove(self._pending)
-            self._bound.engine.names.sweep()
+            assert self._bound.controller is not None
+            self._bound.controller.names.remove(self._pending)
+            self._bound.controller.names.sweep()
 
 
 def _nothing(results: Sequence[Any]) -> None:
@@ -87,11 +87,11 @@ def start(
         TypeError, ValueError: of `prepare`; or the name is in use.
     """
     bound = process_set.bound(operation)
-    engine = bound.engine
-    assert engine is not None
-    key = RequestKey(None, next(engine.unnamed)) if name is None else RequestKey(str(name))
+    controller = bound.controller
+    assert controller is not None
+    key = RequestKey(None, next(controller.unnamed)) if name is None else RequestKey(str(name))
     try:
-        if key.name in engine.names:
+        if key.name in controller.names:
             raise ValueError(
                 f"{operation}: the name is in use, expected synchronize of the earlier call "
                 f"first, got {key.name!r} twice"
@@ -99,12 +99,12 @@ def start(
         call = prepare(bound)
     except (TypeError, ValueError) as error:
         refused = RequestSignature(operation, refused=f"{type(error).__name__}: {error}")
-        engine.submit(PendingRequest(key, refused), alone=True)
+        controller.submit(PendingRequest(key, refused), alone=True)
         raise
     pending = PendingRequest(key, call.description, call.arrays, call.targets, call.splits)
     handle = Handle(bound, pending, call.finish)
-    engine.submit(pending, alone=alone)
-    engine.names.add(pending)
+    controller.submit(pending, alone=alone)
+    controller.names.add(pending)
     return handle
 
 

@@ -402,5 +402,5 @@ def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
         The rank that has called this last; the same on all ranks.
     """
     bound = process_set.bound("join")
-    assert bound.engine is not None
-    return bound.ranks[bound.engine.join()]
+    assert bound.controller is not None
+    return bound.ranks[bound.controller.join()]

@@ -19,14 +19,14 @@ class Bound(NamedTuple):
         number: its own.
         ranks: of the world, sorted.
         comm: of operations that all members make in one order; None on other ranks.
-        engine: of those that are found by name; None on other ranks.
+        controller: of those that are found by name; None on other ranks.
     """
 
     session: Any
     number: int
     ranks: tuple[int, ...]
     comm: cc.Communicator | None
-    engine: Controller | None
+    controller: Controller | None
 
 
 class ProcessSet:

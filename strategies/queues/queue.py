@@ -7,7 +7,7 @@ from typing import Any
 
 from strategies.errors import InvalidArgumentError
 from strategies.queues.components import Components
-from strategies.queues.engine import Close, Dequeue, Enqueue, QueueStateMachine
+from strategies.queues.state_machine import Close, Dequeue, Enqueue, QueueStateMachine
 from strategies.queues.store import RowStore
 from strategies.rpc.operation import perform
 from strategies.rpc.wait_limits import is_unlimited
@@ -41,7 +41,7 @@ class Queue:
             None where elements may differ and are padded.
         names: keys of the elements if they are dicts, or None.
         components: what elements consist of; checks and converts values.
-        engine: the state machine, for those who submit attempts instead of waiting in a thread.
+        state_machine: for callers that submit attempts instead of waiting in a thread.
         runners: the status of each `QueueRunner` that fills the queue.
     """
 
@@ -60,7 +60,7 @@ class Queue:
         self.dtypes = components.dtypes
         self.shapes = components.shapes
         self.names = components.names
-        self.engine = QueueStateMachine(
+        self.state_machine = QueueStateMachine(
             store, components, capacity=capacity, min_after_dequeue=min_after_dequeue, name=name
         )
         self.runners: list[RunnerStatus] = []
@@ -103,7 +103,7 @@ class Queue:
             ValueError: wrong number of components or wrong keys.
         """
         attempt = Enqueue(self.components.row(values))
-        perform(self.engine, attempt, "enqueue", timeout, self._context, self._stall_reason)
+        perform(self.state_machine, attempt, "enqueue", timeout, self._context, self._stall_reason)
 
     def enqueue_many(self, values: Any, *, timeout: float | None = None) -> None:
         """Put several elements in, in order and not mixed with those of other callers.
@@ -122,7 +122,9 @@ class Queue:
             ValueError: wrong number of components or wrong keys.
         """
         attempt = Enqueue(*self.components.columns(values))
-        perform(self.engine, attempt, "enqueue_many", timeout, self._context, self._stall_reason)
+        perform(
+            self.state_machine, attempt, "enqueue_many", timeout, self._context, self._stall_reason
+        )
 
     def dequeue(self, *, timeout: float | None = None) -> Any:
         """Take one element out, waiting until there is one.
@@ -135,7 +137,7 @@ class Queue:
             DeadlineExceededError: nothing came within `timeout`.
         """
         attempt = Dequeue()
-        perform(self.engine, attempt, "dequeue", timeout, self._context, self._stall_reason)
+        perform(self.state_machine, attempt, "dequeue", timeout, self._context, self._stall_reason)
         return self.components.result(attempt.row)
 
     def dequeue_many(self, count: int, *, timeout: float | None = None) -> Any:
@@ -175,24 +177,24 @@ class Queue:
             DeadlineExceededError: enqueues still pending after `timeout`; the queue stays open.
         """
         if cancel_pending_enqueues:
-            self.engine.close_now()
+            self.state_machine.close_now()
             return
-        perform(self.engine, Close(), "close", timeout, self._context, self._stall_reason)
+        perform(self.state_machine, Close(), "close", timeout, self._context, self._stall_reason)
 
     def cancel_pending(self) -> None:
         """Fail all operations that wait, of any thread, with `CancelledError`.
 
         What belongs to a process that ends; the queue stays open and keeps its elements.
         """
-        self.engine.cancel_pending()
+        self.state_machine.cancel_pending()
 
     def size(self) -> int:
         """Return the number of elements that are in; what a waiting dequeue holds is out."""
-        return len(self.engine)
+        return len(self.state_machine)
 
     def is_closed(self) -> bool:
         """Return whether the queue is closed; False while a close waits for pending enqueues."""
-        return self.engine.closed
+        return self.state_machine.closed
 
     def _stall_reason(self, operation: str) -> str | None:
         """Return why an operation may be waiting; None where a long wait is no fault."""
@@ -217,5 +219,5 @@ class Queue:
         if count < 0:
             raise ValueError(f"{operation}: count must not be negative, got {count}")
         attempt = Dequeue(count, up_to=up_to)
-        perform(self.engine, attempt, operation, timeout, self._context, self._stall_reason)
+        perform(self.state_machine, attempt, operation, timeout, self._context, self._stall_reason)
         return self.components.result(self.components.join(attempt.pieces or ()))

@@ -1,7 +1,7 @@
 """FIFO, shuffling, padding and priority queues.
 
 Elements are checked and copied on entry, so that a caller may reuse its arrays, and belong to the
-taker when they leave. Waiting, closing and deadlines follow one state machine, see `engine`.
+taker when they leave. Waiting, closing and deadlines follow one state machine, see `state_machine`.
 """
 
 from __future__ import annotations

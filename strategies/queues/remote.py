@@ -1,7 +1,7 @@
 """Queues shared by several tasks.
 
-`shared_queue` makes one or finds it. On other tasks than its own it has a `RemoteEngine`, which
-sends every attempt there, where the functions at the end submit it to the engine of the queue.
+`shared_queue` makes one or finds it. On other tasks it has a `RemoteStateMachine`, which sends
+every attempt to the queue's task, where the functions at the end submit it to the state machine.
 """
 
 from __future__ import annotations
@@ -16,7 +16,6 @@ import numpy as np
 
 from strategies.errors import InvalidArgumentError, OpError
 from strategies.queues.dtypes import as_dtype
-from strategies.queues.engine import Close, Dequeue, Enqueue
 from strategies.queues.queue_types import (
     FIFOQueue,
     PaddingFIFOQueue,
@@ -24,6 +23,7 @@ from strategies.queues.queue_types import (
     Queue,
     RandomShuffleQueue,
 )
+from strategies.queues.state_machine import Close, Dequeue, Enqueue
 from strategies.rpc.client import Reply
 from strategies.rpc.operation import PendingOperation, RemoteAttempts, serve
 from strategies.rpc.registry import Handler, ResourceType, register_type
@@ -31,7 +31,7 @@ from strategies.rpc.server_requests import ServerRequest
 from strategies.rpc.service import Service
 from strategies.rpc.wire import dtype_named
 
-__all__ = ["OPERATIONS", "RemoteEngine", "shared_queue"]
+__all__ = ["OPERATIONS", "RemoteStateMachine", "shared_queue"]
 
 _log = logging.getLogger(__name__)
 
@@ -104,7 +104,7 @@ def shared_queue(
     if found is not None:
         return found  # type: ignore[no-any-return]
     queue.components.copies = False  # arrays are not needed any more when the call returns
-    queue.engine = RemoteEngine(service, address)  # type: ignore[assignment]
+    queue.state_machine = RemoteStateMachine(service, address)  # type: ignore[assignment]
     return queue
 
 
@@ -142,8 +142,8 @@ def _difference(queue: Queue, description: Mapping[str, Any]) -> str | None:
     return None
 
 
-class RemoteEngine(RemoteAttempts):
-    """What a queue of another task has for an engine: the real one decides."""
+class RemoteStateMachine(RemoteAttempts):
+    """Client of the state machine of a queue on another task."""
 
     def __len__(self) -> int:
         return int(self.service.request(self.address, "size").metadata["size"])
@@ -218,7 +218,7 @@ def _enqueue(queue: Queue, work: ServerRequest) -> None:
     fits = count is None or all(np.shape(column)[:1] == (count,) for column in rows)
     if len(rows) != len(queue.dtypes) or not fits:
         raise InvalidArgumentError(f"enqueue: expected {len(queue.dtypes)} columns of {count} rows")
-    serve(queue.engine, Enqueue(rows, count), work, lambda done: work.reply())
+    serve(queue.state_machine, Enqueue(rows, count), work, lambda done: work.reply())
 
 
 def _dequeue(queue: Queue, work: ServerRequest) -> None:
@@ -227,15 +227,15 @@ def _dequeue(queue: Queue, work: ServerRequest) -> None:
         work.reply(values, confirm=True, pieces=pieces)
 
     wanted = Dequeue(work.arguments["count"], up_to=work.arguments["up_to"])
-    serve(queue.engine, wanted, work, answer)
+    serve(queue.state_machine, wanted, work, answer)
 
 
 def _close(queue: Queue, work: ServerRequest) -> None:
-    serve(queue.engine, Close(), work, lambda done: work.reply())
+    serve(queue.state_machine, Close(), work, lambda done: work.reply())
 
 
 def _close_now(queue: Queue, work: ServerRequest) -> None:
-    queue.engine.close_now()
+    queue.state_machine.close_now()
     work.reply()
 
 
@@ -245,7 +245,7 @@ def _give_back(queue: Queue, work: ServerRequest) -> None:
     attempt = Dequeue(len(work.values) if pieces else None)
     _fill(attempt, pieces, work.values)
     attempt.complete()
-    queue.engine.abandon(attempt)
+    queue.state_machine.abandon(attempt)
     work.reply()
 
 

@@ -9,9 +9,9 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from strategies.core.validation import integer
-from strategies.queues.engine import Close, Enqueue
 from strategies.queues.queue_types import FIFOQueue
-from strategies.queues.remote import OPERATIONS, RemoteEngine
+from strategies.queues.remote import OPERATIONS, RemoteStateMachine
+from strategies.queues.state_machine import Close, Enqueue
 from strategies.rpc.registry import Handler, ResourceType, register_type
 from strategies.rpc.service import Service
 
@@ -147,7 +147,7 @@ def _open(
     if found is not None:
         return found.queue  # type: ignore[no-any-return]
     queue = _empty(description, name)
-    queue.engine = RemoteEngine(service, address)  # type: ignore[assignment]
+    queue.state_machine = RemoteStateMachine(service, address)  # type: ignore[assignment]
     return queue
 
 
@@ -181,10 +181,10 @@ def _make(description: Mapping[str, Any], name: str) -> _SharedQueue:
             left = left and left - 1
             epoch = names[order.permutation(len(names))] if description["shuffle"] else names
             attempt = Enqueue((epoch,), len(epoch))
-            queue.engine.submit(attempt)
-            if queue.engine.when_done(attempt, partial(go_on, attempt)) or attempt.error:
+            queue.state_machine.submit(attempt)
+            if queue.state_machine.when_done(attempt, partial(go_on, attempt)) or attempt.error:
                 return
-        queue.engine.submit(Close())
+        queue.state_machine.submit(Close())
 
     def go_on(attempt: Enqueue) -> None:
         # What is in the line of a queue that is closed or reset ends here.

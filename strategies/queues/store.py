@@ -5,7 +5,7 @@ component whose first dimension counts the rows. Everything that is put in is co
 that is taken out belongs to the taker. A component of objects (text, or arrays of unknown shape)
 lives in an object array of the same kind.
 
-Stores know nothing of locks, limits or closing: that is the business of `engine`.
+Stores know nothing of locks, limits or closing: that is the business of `state_machine`.
 """
 
 from __future__ import annotations

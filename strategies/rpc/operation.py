@@ -1,13 +1,12 @@
 """Operations that may wait, as state machines that need no thread.
 
-An attempt is submitted to the thing that it concerns. Where that is on this task, it is an engine
-such as that of a queue, which finishes the attempt in whichever thread makes that possible. Where
-it is on another task, it is a `RemoteAttempts`, by which the attempt becomes a message there, and
-`serve` submits a like one to the engine::
+An attempt is submitted to its owner. An owner on this task, such as the state machine of a queue,
+finishes the attempt in whichever thread makes that possible. For an owner on another task there is
+a `RemoteAttempts`, which sends the attempt there, where `serve` submits it to the owner::
 
     caller            this task                      other task
 
-    perform(attempt) -> RemoteAttempts -- request --> serve -> engine
+    perform(attempt) -> RemoteAttempts -- request --> serve -> owner
                                                                  |  waits, holds no thread
     wakes up        <- settle, tell   <-- answer --- reply   <- on_done
 """
@@ -39,7 +38,7 @@ class PendingOperation:
 
     Attributes:
         on_done: called once without arguments when it has finished, also if that is inside
-            `submit`. Runs in any thread, holds no lock of the engine, must not block.
+            `submit`. Runs in any thread, holds no lock of the owner, must not block.
         done: whether it has finished; the others are then final.
         error: why it did not succeed, or None.
         count: of how many things it is, such as rows of a queue; None for a single one.
@@ -59,7 +58,7 @@ class PendingOperation:
         return not self.done
 
     def complete(self, error: OpError | None = None) -> None:
-        """Note the end; the lock of the engine is held."""
+        """Note the end; the lock of the owner is held."""
         self.error = error
         self.done = True  # last: who sees it without the lock may use the others
 

@@ -7,8 +7,8 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
-from strategies.accumulators.engine import Take
-from strategies.accumulators.remote import Engine
+from strategies.accumulators.remote import AnyAccumulation
+from strategies.accumulators.state_machine import Take
 from strategies.errors import OpError
 from strategies.rpc import message, operation
 from strategies.rpc.wire import Array
@@ -26,19 +26,19 @@ class ChiefLoop:
 
     Args:
         rounds: where steps are published, and errors.
-        engines: accumulators, each with some of the variables' gradients.
-        update: changes the variables by the gradients of each engine, and returns copies of their
-            values.
+        accumulations: each with the gradients of some of the variables.
+        update: changes the variables by the gradients of each accumulation, and returns copies of
+            their values.
     """
 
     def __init__(
         self,
         rounds: TokenQueue,
-        engines: Sequence[Engine],
+        accumulations: Sequence[AnyAccumulation],
         update: Callable[[list[Sequence[Any]]], Sequence[Array]],
     ) -> None:
         self._rounds = rounds
-        self._engines = engines
+        self._accumulations = accumulations
         self._update = update
         self._lock = threading.Lock()
         self._stopped = False
@@ -55,8 +55,8 @@ class ChiefLoop:
         with self._lock:
             self._stopped = True
             takes = list(self._takes)
-        for engine, take in zip(self._engines, takes, strict=False):
-            engine.abandon(take)
+        for accumulation, take in zip(self._accumulations, takes, strict=False):
+            accumulation.abandon(take)
 
     def join(self) -> None:
         """Wait for the end of the thread, which was stopped."""
@@ -66,18 +66,18 @@ class ChiefLoop:
     def _begin(self) -> None:
         """Wait for the gradients of the next step."""
         with self._lock:
-            self._takes = [Take(self._rounds.aggregate) for _ in self._engines]
+            self._takes = [Take(self._rounds.aggregate) for _ in self._accumulations]
             takes = list(self._takes)
-        for engine, take in zip(self._engines, takes, strict=True):
-            engine.submit(take)
+        for accumulation, take in zip(self._accumulations, takes, strict=True):
+            accumulation.submit(take)
         if self._stopped:
             self.stop()
 
     def _run(self) -> None:
         try:
             while True:
-                for engine, take in zip(self._engines, self._takes, strict=True):
-                    self._wait(engine, take)
+                for accumulation, take in zip(self._accumulations, self._takes, strict=True):
+                    self._wait(accumulation, take)
                 if self._stopped:  # what was taken went back
                     return
                 values = self._update([take.results for take in self._takes])
@@ -93,10 +93,10 @@ class ChiefLoop:
                 failure.__cause__ = error
             self._rounds.fail(failure)
 
-    def _wait(self, engine: Engine, take: Take) -> None:
+    def _wait(self, accumulation: AnyAccumulation, take: Take) -> None:
         woken = threading.Event()
         reminded = False
-        while engine.when_done(take, woken.set) and not woken.wait(_REMIND_AFTER):
+        while accumulation.when_done(take, woken.set) and not woken.wait(_REMIND_AFTER):
             if not reminded:
                 reminded = True
                 facts = self._rounds.step, take.count, _REMIND_AFTER, self._rounds.active_workers()
@@ -105,4 +105,4 @@ class ChiefLoop:
                     "not delivered any",
                     *facts,
                 )
-        operation.finish(engine, take, "take_grad")
+        operation.finish(accumulation, take, "take_grad")

@@ -9,9 +9,9 @@ from typing import Any
 
 import numpy as np
 
-from strategies.accumulators.engine import Apply
 from strategies.accumulators.gradient_sum import Gradient, GradientSpec
-from strategies.accumulators.remote import Engine, open_accumulation
+from strategies.accumulators.remote import AnyAccumulation, open_accumulation
+from strategies.accumulators.state_machine import Apply
 from strategies.averaging.optimizer import ArrayOptimizer
 from strategies.core import array_ops
 from strategies.core.sparse import Rows
@@ -59,7 +59,7 @@ class _TaskShard:
     """The variables whose gradients are averaged on one task."""
 
     positions: list[int]
-    engine: Engine
+    accumulation: AnyAccumulation
 
 
 @dataclass(frozen=True)
@@ -121,7 +121,7 @@ class SpareSteps:
 
         def shard(task: int, positions: list[int]) -> _TaskShard:
             own = [parts[i] for i in positions]
-            engine = open_accumulation(
+            accumulation = open_accumulation(
                 self._service,
                 own,
                 mean=True,
@@ -130,7 +130,7 @@ class SpareSteps:
                 most=self._aggregate,  # also of those that come before the chief waits for them
                 task=task,
             )
-            return _TaskShard(positions, engine)
+            return _TaskShard(positions, accumulation)
 
         pairs_of_tasks = zip(self._tasks, assigned, strict=True)
         self._shards = [shard(task, positions) for task, positions in pairs_of_tasks if positions]
@@ -138,8 +138,8 @@ class SpareSteps:
             masters = [
                 _ChiefCopy(pair.key, np.array(array_ops.to_host(pair.value))) for pair in pairs
             ]
-            engines = [shard.engine for shard in self._shards]
-            self._loop = ChiefLoop(self._rounds, engines, self._updating(optimizer, masters))
+            accumulations = [shard.accumulation for shard in self._shards]
+            self._loop = ChiefLoop(self._rounds, accumulations, self._updating(optimizer, masters))
             self._rounds.on_failure = self._loop.stop
             self._loop.start()
             if self._rounds.failure is not None:
@@ -157,7 +157,7 @@ class SpareSteps:
         for shard in self._shards:
             own = [_on_host(pairs[i]) for i in shard.positions]
             apply = Apply(own, self.local_step, self._worker, examples)
-            deliveries.append((shard.engine, apply))
+            deliveries.append((shard.accumulation, apply))
         turn = TakeToken(self._worker, self.local_step)
         _all(deliveries, (self._rounds, turn))
         self.local_step = turn.step
@@ -167,7 +167,7 @@ class SpareSteps:
     def report(self) -> StepReport:
         """Return what became of the gradients so far."""
         step, lost = self._rounds.report()
-        tally = self._shards[0].engine.state()[2] if self._shards else {}
+        tally = self._shards[0].accumulation.state()[2] if self._shards else {}
         workers = range(self._service.size)
         used, dropped = ({w: tally.get(w, [0, 0])[i] for w in workers} for i in range(2))
         return StepReport(step, used, dropped, lost)

@@ -249,7 +249,7 @@ _ALONE = _alone()
 
 
 class WaitInitialized(PendingOperation, OperationOwner):
-    """Waits until several variables have their first values; it is its own engine.
+    """Waits until several variables have their first values; it is its own owner.
 
     Args:
         things: the variables.

@@ -302,27 +302,27 @@ def an_interrupted_dequeue_loses_nothing(make):
         pass
 
     def interrupted(attempt, on_done):
-        queue.engine.__class__.when_done(queue.engine, attempt, on_done)
+        queue.state_machine.__class__.when_done(queue.state_machine, attempt, on_done)
         raise Interrupt
 
     for count in (None, 2):
         queue.enqueue(1)
-        queue.engine.when_done = interrupted
+        queue.state_machine.when_done = interrupted
         with pytest.raises(Interrupt):
             queue.dequeue_many(count) if count else _dequeue_late(queue)
-        del queue.engine.when_done
+        del queue.state_machine.when_done
         assert queue.dequeue(timeout=LIMIT) == 1
         assert queue.size() == 0
 
 
 def _dequeue_late(queue):
     """As `dequeue`, but always get as far as waiting."""
-    from strategies.queues.engine import Dequeue
+    from strategies.queues.state_machine import Dequeue
     from strategies.rpc.operation import finish
 
     attempt = Dequeue()
-    queue.engine.submit(attempt)
-    finish(queue.engine, attempt, "dequeue", LIMIT)
+    queue.state_machine.submit(attempt)
+    finish(queue.state_machine, attempt, "dequeue", LIMIT)
 
 
 @behaviour

@@ -183,11 +183,11 @@ def test_gradients_that_come_before_the_chief_are_the_first_ones(world):
             w = strategy.variable(np.zeros(2), name="w")
             if comm.rank == 0:
                 part = GradientSpec("variable 'w', position 0", "float64", (2,))
-                engine = open_accumulation(
+                accumulation = open_accumulation(
                     strategy.service, [part], mean=True, name="spare replicas: gradients",
                     most=aggregate, task=0,
                 )  # fmt: skip
-                until(lambda: sum(map(sum, engine.state()[2].values())) == comm.size - 1)
+                until(lambda: sum(map(sum, accumulation.state()[2].values())) == comm.size - 1)
             strategy.apply_gradients(SGD(1.0), [(np.ones(2), w)])
             assert w.value.tolist() == [-1, -1]
             comm.barrier()

@@ -13,7 +13,7 @@ PRELUDE = """
     import numpy as np
     import collectives as cc
     from strategies.errors import *
-    from strategies.queues.engine import Dequeue
+    from strategies.queues.state_machine import Dequeue
     from strategies.queues.queue_types import FIFOQueue
     from strategies.queues.remote import shared_queue
     from strategies.rpc.service import Service
@@ -70,13 +70,13 @@ def test_a_killed_client_takes_its_attempts_with_it_and_no_row(tmp_path):
         comm.barrier()
         if comm.rank == 2:
             queue.enqueue_many((np.arange(2),))
-            queue.engine.submit(Dequeue(4))                   # has taken two rows, and waits
+            queue.state_machine.submit(Dequeue(4))                   # has taken two rows, and waits
             queue.size()
             comm.barrier()
             die()
         comm.barrier()                                        # the dead one is first in the line
         if comm.rank == 0:
-            until(lambda: [a.count for a in queue.engine.waiting()[1]] == [5])
+            until(lambda: [a.count for a in queue.state_machine.waiting()[1]] == [5])
             queue.enqueue_many((np.arange(2, 5),), timeout=20)
             say("done")
         else:
@@ -101,7 +101,7 @@ def test_rows_on_their_way_to_a_killed_client_go_back(tmp_path):
             service._exchange.requests.answered = lambda source, message: die()
             queue.dequeue_many(3)
         if comm.rank == 0:
-            until(lambda: queue.engine.waiting()[1])
+            until(lambda: queue.state_machine.waiting()[1])
             queue.enqueue_many((np.arange(5),))
             until(lambda: queue.size() == 5)
             queue.close()
@@ -128,7 +128,8 @@ def test_a_killed_host_is_an_error_for_its_clients_at_once_and_for_nobody_else(t
         other = open_queue("other", task=1)
         comm.barrier()
         if comm.rank == 0:
-            until(lambda: (len(queue.engine.waiting()[1]), len(full.engine.waiting()[0])) == (2, 2))
+            dequeues, enqueues = queue.state_machine.waiting, full.state_machine.waiting
+            until(lambda: (len(dequeues()[1]), len(enqueues()[0])) == (2, 2))
             die()
         blocked = []
         thread = threading.Thread(target=lambda: blocked.append(seconds(lambda: full.enqueue(1))))
@@ -214,7 +215,7 @@ def test_a_client_that_stops_for_a_while_does_no_harm(tmp_path):
             taken = queue.dequeue_many(3)
             say(taken.tolist())
         elif comm.rank == 0:
-            until(lambda: queue.engine.waiting()[1])             # rank 2 waits
+            until(lambda: queue.state_machine.waiting()[1])             # rank 2 waits
             others.barrier()
         else:
             others.barrier()
@@ -242,7 +243,7 @@ def test_a_task_that_leaves_with_an_exception_tells_the_others_why(tmp_path):
         try:
             with service:
                 if comm.rank == 0:
-                    until(lambda: queue.engine.waiting()[1])
+                    until(lambda: queue.state_machine.waiting()[1])
                     raise KeyError("the host gave up")
                 queue.dequeue()
         except (KeyError, UnavailableError) as error:

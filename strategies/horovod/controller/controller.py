@@ -13,7 +13,7 @@ in the same round. A call that all have told is compared; it gets a number and i
 it fails on all of them. So a program that makes the same calls in every step costs one round of a
 microsecond for all that are ready together, and one reduction for all of them.
 
-Every process set has an engine of its own. A rank takes part in a round when it has a call that is
+Every process set has its own controller. A rank takes part in a round when it has a call that is
 not carried out, or knows of one that others have made, in the thread that waits for one
 (`Controller.wait`), or else in a thread of the controller (`background_thread`). One that has none
 lets the others wait; who has waited for too long says which ranks have not made the call, and
@@ -64,7 +64,7 @@ class Controller:
     """Carries out the named calls of a group of ranks.
 
     Args:
-        comm: for the engine alone.
+        comm: for the controller alone.
 
     Attributes:
         names: names in use on this rank.

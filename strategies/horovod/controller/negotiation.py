@@ -54,7 +54,7 @@ News = Ready | Stalled | Joined | Leaving
 
 
 class NegotiationState:
-    """What the ranks of an engine know.
+    """What the ranks of a controller know.
 
     Args:
         comm: the ranks.

@@ -17,8 +17,8 @@ from strategies.accumulators.accumulators import (
     SparseConditionalAccumulator,
     shared_accumulator,
 )
-from strategies.accumulators.engine import Take
 from strategies.accumulators.gradient_sum import GradientSum
+from strategies.accumulators.state_machine import Take
 from strategies.core.sparse import Rows
 from strategies.errors import (
     CancelledError,
@@ -56,16 +56,16 @@ def make(request, services):
 
 def waiting_taker(accumulator, *args, **options):
     """Let a thread take, and return when its take waits on the accumulator, wherever that is."""
-    submit, submitted = accumulator.engine.submit, threading.Event()
+    submit, submitted = accumulator.state_machine.submit, threading.Event()
 
     def noted(attempt):
         submit(attempt)
         submitted.set()
 
-    accumulator.engine.submit = noted
+    accumulator.state_machine.submit = noted
     future = in_thread(accumulator.take_grad, *args, **options)
     assert submitted.wait(LIMIT)
-    accumulator.engine.submit = submit
+    accumulator.state_machine.submit = submit
     accumulator.num_accumulated()  # asked behind the take, and so answered when it waits
     return future
 
@@ -408,13 +408,13 @@ def test_what_an_interrupted_taker_had_taken_goes_back(refilled):
         rows.apply_grad([step], [value], local_step=step)
     takes = [Take(2), Take(2)]
     for one, take in zip([accumulator, rows], takes, strict=True):
-        one.engine.submit(take)
+        one.state_machine.submit(take)
         assert (take.done, one.global_step()) == (True, 1)
     if refilled:
         accumulator.apply_grad(8.0, 1)
         rows.apply_grad([1], [8.0], local_step=1)
     for one, take in zip([accumulator, rows], takes, strict=True):
-        one.engine.abandon(take)
+        one.state_machine.abandon(take)
         assert (one.num_accumulated(), one.global_step()) == (2 + refilled, 0)
     assert accumulator.take_grad(1) == (4 if refilled else 2)
     assert rows.take_rows(1).values.tolist() == [1, 5.5 if refilled else 3]

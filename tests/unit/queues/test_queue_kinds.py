@@ -13,7 +13,6 @@ from strategies.errors import (
     InvalidArgumentError,
     OutOfRangeError,
 )
-from strategies.queues.engine import Close, Dequeue, Enqueue
 from strategies.queues.queue_types import (
     FIFOQueue,
     PaddingFIFOQueue,
@@ -21,6 +20,7 @@ from strategies.queues.queue_types import (
     Queue,
     RandomShuffleQueue,
 )
+from strategies.queues.state_machine import Close, Dequeue, Enqueue
 
 I64, F32 = np.dtype("int64"), np.dtype("float32")
 
@@ -94,10 +94,10 @@ def test_padding_of_nothing():
 def test_padding_is_per_batch_and_survives_a_restore():
     queue = PaddingFIFOQueue(10, "int64", [(None,)])
     many = Dequeue(4)
-    queue.engine.submit(many)
+    queue.state_machine.submit(many)
     for size in (3, 1, 2):
         queue.enqueue((np.arange(size),))
-    queue.engine.withdraw(many, DeadlineExceededError("late"))
+    queue.state_machine.withdraw(many, DeadlineExceededError("late"))
     assert queue.size() == 3
     assert queue.dequeue().tolist() == [0, 1, 2]
     assert queue.dequeue_many(2).tolist() == [[0, 0], [0, 1]]
@@ -187,11 +187,11 @@ def test_priorities_survive_growth_and_restore():
             assert tuple(map(int, queue.dequeue())) == expected.pop(0)
         if number % 50 == 49:  # some leave, with a batch that never becomes full, and come back
             many = Dequeue(1000)
-            queue.engine.submit(many)
+            queue.state_machine.submit(many)
             queue.enqueue((5, 2 * number + 1))
             expected.append((5, 2 * number + 1))
             assert queue.size() == 0
-            queue.engine.withdraw(many, DeadlineExceededError("late"))
+            queue.state_machine.withdraw(many, DeadlineExceededError("late"))
     expected.sort()
     priorities, numbers = queue.dequeue_many(len(expected))
     assert list(zip(priorities.tolist(), numbers.tolist(), strict=True)) == expected
@@ -256,7 +256,7 @@ def test_ending_the_process_cancels_what_waits(index):
     queue = make_all()[index]
     taking = [Dequeue(3), Dequeue()]
     for attempt in taking:
-        queue.engine.submit(attempt)
+        queue.state_machine.submit(attempt)
     queue.enqueue_many(np.arange(2))
     queue.cancel_pending()
     assert [type(attempt.error) for attempt in taking] == [CancelledError] * 2
@@ -265,7 +265,7 @@ def test_ending_the_process_cancels_what_waits(index):
     queue.enqueue_many(np.arange(4))
     entering = [Enqueue((np.int64(5),)), Enqueue((np.arange(2),), 2), Close()]
     for attempt in entering:
-        queue.engine.submit(attempt)
+        queue.state_machine.submit(attempt)
     queue.cancel_pending()
     assert [type(attempt.error) for attempt in entering] == [CancelledError] * 3
     assert not queue.is_closed()

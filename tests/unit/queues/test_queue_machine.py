@@ -15,13 +15,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 import pairwise
 from strategies.errors import CancelledError, DeadlineExceededError, OutOfRangeError
-from strategies.queues.engine import Close, Dequeue, Enqueue
 from strategies.queues.queue_types import (
     FIFOQueue,
     PaddingFIFOQueue,
     PriorityQueue,
     RandomShuffleQueue,
 )
+from strategies.queues.state_machine import Close, Dequeue, Enqueue
 
 LIMIT = 20.0
 CAPACITY = 4
@@ -144,7 +144,7 @@ class Pending:
     def __init__(self, queue, attempt):
         self.attempt, self.calls = attempt, 0
         attempt.on_done = self.called
-        queue.engine.submit(attempt)
+        queue.state_machine.submit(attempt)
 
     def called(self):
         self.calls += 1
@@ -234,7 +234,7 @@ class QueueMachine(RuleBasedStateMachine):
         if not waiting:
             return
         pending, expected = waiting[which % len(waiting)]
-        self.queue.engine.withdraw(pending.attempt, DeadlineExceededError("late"))
+        self.queue.state_machine.withdraw(pending.attempt, DeadlineExceededError("late"))
         line = self.model.outs if expected["kind"] == "out" else self.model.ins
         if expected["kind"] == "out":
             self.model.give_back(expected)
@@ -259,7 +259,7 @@ class QueueMachine(RuleBasedStateMachine):
         """Every row that went in comes out exactly once."""
         self.queue.close(cancel_pending_enqueues=True)
         last = Dequeue(self.queue.size())
-        self.queue.engine.submit(last)
+        self.queue.state_machine.submit(last)
         rows_in, rows_out = [], self.taken(last)
         for pending, expected in self.pairs:
             attempt = pending.attempt

@@ -21,8 +21,8 @@ from strategies.errors import (
     InvalidArgumentError,
     OutOfRangeError,
 )
-from strategies.queues.engine import Close, Dequeue, Enqueue
 from strategies.queues.queue_types import FIFOQueue, RandomShuffleQueue
+from strategies.queues.state_machine import Close, Dequeue, Enqueue
 
 LIMIT = 20.0  # seconds after which a test that hangs fails
 F32 = np.float32
@@ -51,7 +51,7 @@ class Pending:
     def __init__(self, queue, attempt):
         self.queue, self.attempt, self.calls = queue, attempt, 0
         attempt.on_done = self.called
-        queue.engine.submit(attempt)
+        queue.state_machine.submit(attempt)
 
     def called(self):
         self.calls += 1
@@ -692,10 +692,10 @@ def test_rows_of_an_expired_dequeue_go_back_in_front():
     many = dequeue_many(queue, 4)
     after = dequeue_many(queue, 2)
     queue.enqueue(3.0)
-    queue.engine.withdraw(many.attempt, DeadlineExceededError("late"))
+    queue.state_machine.withdraw(many.attempt, DeadlineExceededError("late"))
     assert many.error is DeadlineExceededError
     assert after.values == [1, 2]
-    queue.engine.withdraw(after.attempt, DeadlineExceededError("late"))
+    queue.state_machine.withdraw(after.attempt, DeadlineExceededError("late"))
     assert after.attempt.error is None
     assert queue.dequeue() == 3
 
@@ -704,7 +704,7 @@ def test_rows_given_back_may_exceed_the_capacity():
     queue = fifo(2)
     many = dequeue_many(queue, 5)
     entering = enqueue_many(queue, [1, 2, 3, 4])
-    queue.engine.withdraw(many.attempt, DeadlineExceededError("late"))
+    queue.state_machine.withdraw(many.attempt, DeadlineExceededError("late"))
     assert entering.done
     assert queue.size() == 4
     waiting = enqueue(queue, 5)
@@ -773,7 +773,7 @@ def test_a_failing_callback_hurts_nobody(caplog):
     def fail():
         raise RuntimeError("callback")
 
-    queue.engine.submit(told(fail))
+    queue.state_machine.submit(told(fail))
     after = dequeue(queue)
     queue.enqueue_many(([1.0, 2.0],))
     assert after.values == 2
@@ -788,10 +788,10 @@ def test_a_callback_may_use_the_queue():
         got.append(attempts[-1].row[0])
         if len(got) < 100:
             attempts.append(told(again))
-            queue.engine.submit(attempts[-1])
+            queue.state_machine.submit(attempts[-1])
 
     attempts = [told(again)]
-    queue.engine.submit(attempts[0])
+    queue.state_machine.submit(attempts[0])
     queue.enqueue_many(np.arange(100, dtype=F32))
     assert got == list(range(100))
 

@@ -81,9 +81,9 @@ def test_an_answer_that_comes_with_the_interrupt_goes_back(services):
     queue.enqueue_many((np.arange(2),))
     for count in (None, 2):
         attempt = elsewhere.Dequeue(count)
-        queue.engine.submit(attempt)
+        queue.state_machine.submit(attempt)
         until(lambda attempt=attempt: attempt.done)
-        queue.engine.abandon(attempt)
+        queue.state_machine.abandon(attempt)
         assert not attempt.row
         assert attempt.pieces is None
         assert queue.size() == 2
@@ -93,11 +93,11 @@ def test_an_answer_that_comes_with_the_interrupt_goes_back(services):
 def test_an_answer_that_comes_after_the_interrupt_goes_back(services, monkeypatch):
     here, there = queue_on_0(services[0]), queue_on_0(services[1])
     attempt = elsewhere.Dequeue()
-    there.engine.submit(attempt)
-    until(lambda: here.engine.waiting()[1])
+    there.state_machine.submit(attempt)
+    until(lambda: here.state_machine.waiting()[1])
     # As if the answer had been taken from the line, but not handed over yet.
     monkeypatch.setattr(services[1], "disown", lambda number: False)
-    there.engine.abandon(attempt)
+    there.state_machine.abandon(attempt)
     here.enqueue(1)
     until(lambda: attempt.done and here.size() == 1)
     assert not attempt.row
@@ -120,10 +120,10 @@ def test_rows_are_held_until_they_are_known_to_have_arrived(services):
 
 def test_one_that_gives_up_is_reported_and_its_attempts_end(services):
     here, there = queue_on_0(services[0]), queue_on_0(services[1])
-    there.engine.submit(elsewhere.Dequeue())
-    until(lambda: len(here.engine.waiting()[1]) == 1)
+    there.state_machine.submit(elsewhere.Dequeue())
+    until(lambda: len(here.state_machine.waiting()[1]) == 1)
     elsewhere.leave(services[1])
-    until(lambda: not here.engine.waiting()[1])
+    until(lambda: not here.state_machine.waiting()[1])
     here.enqueue(1)
     assert here.size() == 1
     with pytest.raises(CancelledError, match="the service was given up"):
@@ -141,7 +141,7 @@ def test_what_a_dead_task_has_asked_for_last_takes_nothing(services):
     assert services[0].departures([1], LIMIT) == {1: "task 1 died"}
     before = len(channel.handled)
     attempt = elsewhere.Dequeue()
-    there.engine.submit(attempt)
+    there.state_machine.submit(attempt)
     elsewhere.leave(services[1])
     # The dequeue, that nobody wants it any more, the farewell.
     until(lambda: len(channel.handled) >= before + 3)
@@ -183,7 +183,7 @@ def test_a_death_is_noticed_while_messages_come_without_a_pause(monkeypatch):
 def test_a_thread_that_fails_is_an_error_for_all_who_wait(services):
     queue = queue_on_0(services[1])
     waiting = elsewhere.Dequeue()
-    queue.engine.submit(waiting)
+    queue.state_machine.submit(waiting)
     services.channels[0].send(1, [b"no message", b"of any kind"])
     until(lambda: waiting.done)
     assert type(waiting.error) is CancelledError
@@ -298,7 +298,7 @@ def test_calls_where_answers_arrive_are_refused_and_not_a_deadlock(services):
 
     attempt = elsewhere.Dequeue()
     attempt.on_done = on_done
-    queue.engine.submit(attempt)
+    queue.state_machine.submit(attempt)
     queue.enqueue(1)
     until(lambda: caught)
     assert "which must not wait" in caught[0]

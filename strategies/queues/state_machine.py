@@ -1,8 +1,8 @@
 """State machine of a queue: pending enqueues and dequeues.
 
 Each side of a queue has a line of *attempts*: enqueues and plain closes on one, dequeues on the
-other. Only the head of a line runs. After any change the engine lets the two heads work in turn
-until neither gets further::
+other. Only the head of a line runs. After any change the two heads work in turn until neither gets
+further::
 
     enqueue side   [ close | enqueue 5 rows | enqueue_many, 7 of 10 rows still outside ]--> rows
     dequeue side   [ dequeue | dequeue_many(4), has 3 already ]<--------------------------- rows

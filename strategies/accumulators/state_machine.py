@@ -88,7 +88,7 @@ class Take(PendingOperation):
 
 
 class Accumulation(OperationOwner):
-    """The engine of an accumulator on this task; usable from any thread.
+    """The state machine of an accumulator on this task; usable from any thread.
 
     Args:
         parts: what the gradients are.
