@@ -48,7 +48,7 @@ class OptimizerOptions(TypedDict, total=False):
     op: Any
     compression: cc.Compression | None
     backward_passes_per_step: int
-    partial_steps: bool
+    allow_partial_steps: bool
     average_aggregated_gradients: bool
     gradient_predivide_factor: float
     clip_global_norm: float | None
@@ -80,7 +80,7 @@ def DistributedOptimizer(
     op: Any = cc.MEAN,
     compression: cc.Compression | None = cc.NONE,
     backward_passes_per_step: int = 1,
-    partial_steps: bool = False,
+    allow_partial_steps: bool = False,
     average_aggregated_gradients: bool = False,
     gradient_predivide_factor: float = 1.0,
     clip_global_norm: float | None = None,
@@ -109,8 +109,8 @@ def DistributedOptimizer(
             bucket has its residual. None is `cc.NONE`.
         backward_passes_per_step: how many passes this rank adds up, without communication, before
             it updates anything.
-        partial_steps: let a step of PyTorch that finds fewer passes update with these; as it is, it
-            leaves them for the next one. Of other optimizers each call is a pass.
+        allow_partial_steps: let a step of PyTorch that finds fewer passes update with these; by
+            default it leaves them for the next step. Of other optimizers each call is a pass.
         average_aggregated_gradients: divide what was added up by the number of passes; as it is,
             the passes are summed, as PyTorch does with `.grad`.
         gradient_predivide_factor: f: gradients are divided by f, added up, and multiplied by
@@ -160,7 +160,7 @@ def DistributedOptimizer(
         op=op,
         compression=cc.NONE if compression is None else compression,
         backward_passes_per_step=backward_passes_per_step,
-        partial_steps=partial_steps,
+        allow_partial_steps=allow_partial_steps,
         gradient_predivide_factor=gradient_predivide_factor,
         average_aggregated_gradients=average_aggregated_gradients,
         clip_global_norm=clip_global_norm,

@@ -26,7 +26,7 @@ class AveragingOptions:
     op: Any = cc.MEAN
     compression: cc.Compression = cc.NONE
     backward_passes_per_step: int = 1
-    partial_steps: bool = False
+    allow_partial_steps: bool = False
     gradient_predivide_factor: float = 1.0
     average_aggregated_gradients: bool = False
     clip_global_norm: float | None = None

@@ -83,7 +83,7 @@ def DistributedOptimizer(
         op=op,
         compression=compression.codec,
         backward_passes_per_step=backward_passes_per_step,
-        partial_steps=True,
+        allow_partial_steps=True,
         gradient_predivide_factor=gradient_predivide_factor,
         sparse_as_dense=sparse_as_dense,
     )

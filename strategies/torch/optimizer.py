@@ -146,8 +146,8 @@ class TorchOptimizer(_Optimizer):
 
         With `backward_passes_per_step=k`, a step that finds fewer than k backward passes since the
         last update takes the gradients away, to add them up, and updates nothing, unless
-        `partial_steps` lets it. A step counts as one pass if there was no backward pass before it,
-        as when a rank has no data.
+        `allow_partial_steps` is set. A step without a backward pass before it, as when a rank has
+        no data, counts as one pass.
 
         Args:
             closure: computes the loss and the gradients. What it returns is averaged, too, so that
@@ -289,7 +289,7 @@ class TorchOptimizer(_Optimizer):
         error = error or refusal
         whole = self._passes.add(
             gradients, examples=examples, error=error, count=max(1, fresh),
-            complete=self._rule.partial_steps,
+            complete=self._rule.allow_partial_steps,
         )  # fmt: skip
         if whole is None:
             self._held = _GradState.ADDED
