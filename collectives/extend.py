@@ -20,11 +20,18 @@ from collectives.channel.channel import Channel
 from collectives.communicator import Communicator, group_of
 from collectives.core.errors import LaunchError, in_turn
 from collectives.launch.launcher import launcher_world_size
-from collectives.tracing.call_sites import CallOrigin, calls_from, current_origin, known_as
+from collectives.tracing.call_sites import (
+    CallOrigin,
+    caller,
+    calls_from,
+    current_origin,
+    known_as,
+)
 
 __all__ = [
     "CallOrigin",
     "Channel",
+    "caller",
     "calls_from",
     "check_usable",
     "collective_error",

@@ -17,7 +17,6 @@ All groups, also the world's, have communicators of their own.
 
 from __future__ import annotations
 
-import sys
 import zlib
 from collections.abc import Callable, Sequence
 from datetime import timedelta
@@ -171,7 +170,7 @@ class UnisonoGroup(distributed.ProcessGroup):
         if not opts.asyncOp:
             self._line.run(run)
             return DONE
-        if is_ddp_bucket(tensors[0], sys._getframe(1)):
+        if is_ddp_bucket(tensors[0], extend.caller()):
             return self._reduce_bucket(tensors[0], how)
         return self._start("allreduce", run, opts, tensors)
 
@@ -184,7 +183,7 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Give every rank the root's tensor."""
-        if self._buckets is not None and starts_rebuild(sys._getframe(1)):
+        if self._buckets is not None and starts_rebuild(extend.caller()):
             self._buckets.expect(tensors[0].numel())
         run = partial(operations.broadcast, self.comm, tensors[0], opts.rootRank, self._limit)
         return self._start("broadcast", run, opts, tensors)

@@ -11,13 +11,16 @@ below it is exchanged::
 From then on nothing is copied. PyTorch exchanges memory only by a private method: where that is
 missing, or does something else, buckets stay where they are, and are reduced there.
 
+DDP says nowhere that it is the caller; the names of functions of PyTorch 2.4 to 2.13 do. Under
+other names nothing is announced, and a bucket moves when it comes again; or a bucket is an
+all-reduce like all others, and stays.
+
 The ranks move a bucket together, or not at all: in DDP's `join` a rank that has no more data takes
 part with buckets that are new each time. The others find out by a `MismatchError`, and stay.
 """
 
 from __future__ import annotations
 
-import functools
 import weakref
 from types import FrameType
 from typing import Any
@@ -31,6 +34,9 @@ from strategies.torch.operations import Reduction
 from strategies.torch.tensor_views import Array
 
 __all__ = ["DdpBuckets", "is_ddp_bucket", "starts_rebuild"]
+
+# Where the engine of autograd is called, and with it DDP's reducer, in C++.
+_AUTOGRAD = "torch.autograd.graph"
 
 # Where DDP makes its last buckets, which C++ does: in a forward pass, or in that of a rank that has
 # no more data.
@@ -57,6 +63,7 @@ class DdpBuckets:
 
     def __init__(self, comm: cc.Communicator) -> None:
         self._comm = comm
+        self._can_swap = _can_swap()
         self._regions: list[_SharedRegion] = []
         self._announced = 0  # buckets that will come, and stay
         # Storages that have come once; those that stay, and were moved if all ranks could.
@@ -71,7 +78,7 @@ class DdpBuckets:
         self, tensor: torch.Tensor, how: Reduction, limit: float, codec: cc.Compression
     ) -> None:
         """Reduce a bucket in place, and move it if it has come before; *collective*."""
-        if _can_swap():
+        if self._can_swap:
             self._look_at(tensor, limit)
         operations.allreduce(self._comm, [tensor], how, limit, codec)
 
@@ -115,7 +122,6 @@ class DdpBuckets:
         return made
 
 
-@functools.cache
 def _can_swap() -> bool:
     """Tell whether this PyTorch exchanges the memory below two storages."""
     try:
@@ -133,7 +139,7 @@ def is_ddp_bucket(tensor: torch.Tensor, frame: FrameType) -> bool:
     Of DDP's reducer, which C++ calls, the engine of autograd is the caller; it also is of an
     operation in a backward pass that C++ starts otherwise. A bucket is flat, and all of its memory.
     """
-    if frame.f_globals.get("__name__") != "torch.autograd.graph":
+    if frame.f_globals.get("__name__") != _AUTOGRAD:
         return False
     if tensor.is_sparse:
         return True

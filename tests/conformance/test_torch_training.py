@@ -122,6 +122,39 @@ def test_gradients_lie_where_they_are_reduced_from_the_second_backward_pass_on(
         assert found == {step > 0 and size > 1 and world.shared}
 
 
+def absent(self):
+    raise AttributeError
+
+
+# Of another version of PyTorch: attributes that are others, and in which backward pass buckets have
+# moved then, if ever.
+CHANGES = {
+    "nothing": ({}, 1),
+    "the engine's module": ({"torch.autograd.graph.__name__": "elsewhere"}, 9),
+    "DDP's module": ({"torch.nn.parallel.distributed.__name__": "elsewhere"}, 2),
+    "no swap": ({"torch.UntypedStorage._swap_data_ptr_": property(absent)}, 9),
+    "another swap": ({"torch.UntypedStorage._swap_data_ptr_": lambda self, other: None}, 9),
+}
+
+
+@pytest.mark.parametrize("change", CHANGES)
+def test_ddp_trains_where_pytorch_has_changed(torch_ranks, world, monkeypatch, change):
+    rank, size = torch_ranks
+    others, moved = CHANGES[change]
+    for name, value in others.items():
+        monkeypatch.setattr(name, value, raising=False)
+    options = {"gradient_as_bucket_view": True, "bucket_cap_mb": 0.005}
+    model = DDP(network(), process_group=dist.new_group(), **options)
+    optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
+    for step in range(4):
+        optimizer.zero_grad()
+        loss_of(model, *batch_of(rank, step)).backward()
+        optimizer.step()
+        found = {is_shared(parameter.grad) for parameter in model.parameters()}
+        assert found == {step >= moved and size > 1 and world.shared}
+    assert_alike(model, alone(size, 4))
+
+
 def test_ddp_stays_alike_for_200_steps(torch_ranks):
     rank, size = torch_ranks
     model = DDP(nn.Sequential(network(), nn.BatchNorm1d(2)))
