@@ -1,7 +1,7 @@
 """Call sites: the user's line that made a call, outside of this package.
 
-Errors, the flight recorder and the watch name it. A thread of ours that carries out the calls of
-another one names that one's line.
+Errors, the flight recorder and the watch name it. A thread of either package that carries out the
+calls of another thread names that thread's line.
 """
 
 from __future__ import annotations
