@@ -4,7 +4,7 @@
 #   make train        the main job on real data with 2 ranks
 #   make test         all tests, also as 1, 2, 3 and 4 MPI ranks; of parameters all pairs
 #   make test-all     the same with all combinations of parameters, and long proofs at full length
-#   make check        ruff, mypy --strict
+#   make check        ruff, mypy --strict, floors, wording
 #   make test-gpu     the tests that need a CUDA device; CUDA=12 or 13 chooses CuPy
 #   make docs         the site, in out/site: warnings are errors
 #   make test-docs    the site in a browser (Chromium on PATH)
@@ -80,7 +80,7 @@ check: $(STAMP) $(KINDS)
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy"
-	"$(VENV)/bin/python" -m pytest -q -p no:cacheprovider tests/test_floors.py tests/documents/test_exports.py
+	"$(VENV)/bin/python" -m pytest -q -p no:cacheprovider tests/test_floors.py tests/test_prose.py tests/documents/test_exports.py
 
 docs: $(VENV)/.unisono-kind-site
 	"$(VENV)/bin/python" -m sphinx -W --keep-going -q -b html docs out/site
