@@ -9,75 +9,81 @@ from __future__ import annotations
 from typing import Any
 
 import numpy as np
-from numba import carray, njit, types
+from numba import njit, types
 
 from collectives.kernels import numba_compiler
-from collectives.kernels.intrinsics import fence, load, pointer, store, stream
+from collectives.kernels.intrinsics import fence, load, pointer, record, store, stream
 
 __all__ = ["make"]
 
-# Bytes before the fields of an object (the first) and of an array (the others).
-_KIND = 8
-_DATA, _DIMENSIONS, _SHAPE, _STRIDES, _DTYPE, _FLAGS = 16, 24, 32, 40, 56, 64
+# An array object (`PyArrayObject_fields` of NumPy, which begins with a `PyObject`).
+_NDARRAY = np.dtype(
+    [
+        ("references", "i8"),
+        ("type", "i8"),  # address, as all that follow but two
+        ("data", "i8"),
+        ("ndim", "i4"),
+        ("shape", "i8"),
+        ("strides", "i8"),
+        ("base", "i8"),
+        ("descr", "i8"),
+        ("flags", "i4"),
+    ],
+    align=True,
+)
 
 # Bytes of an element of the widest type.
 _WIDEST = 16
 
-# Bits of _FLAGS.
+# Bits of `flags`.
 _C_CONTIGUOUS, _WRITEABLE = 0x1, 0x400
 
 
 @njit
-def _int(address: int) -> Any:
-    """Load an int of C."""
-    return carray(pointer(address), 1, np.int32)[0]
+def _array(address: Any) -> Any:
+    """Return an array object as a record."""
+    return record(address, _NDARRAY)
 
 
 def _readable(module: int, x: int) -> int:
-    found = 0
-    if _int(x + _FLAGS) & _C_CONTIGUOUS:
-        found = load(x + _DATA)
-    return numba_compiler.from_number(found)
+    array = _array(x)
+    return numba_compiler.from_number(array.data if array.flags & _C_CONTIGUOUS else 0)
 
 
 @njit
-def _fits(x: int, out: int) -> bool:
+def _fits(x: Any, out: Any) -> bool:
     """Whether something is such an array that another one's result can be written into it."""
     both = _C_CONTIGUOUS | _WRITEABLE
-    if (
-        load(x + _KIND) != load(out + _KIND)
-        or load(x + _DTYPE) != load(out + _DTYPE)
-        or _int(x + _DIMENSIONS) != _int(out + _DIMENSIONS)
-        or _int(out + _FLAGS) & both != both
-    ):
+    if x.type != out.type or x.descr != out.descr or x.ndim != out.ndim or out.flags & both != both:
         return False
-    for axis in range(_int(x + _DIMENSIONS)):
-        if load(load(x + _SHAPE) + 8 * axis) != load(load(out + _SHAPE) + 8 * axis):
+    for axis in range(x.ndim):  # noqa: SIM110 (numba compiles no generator expression)
+        if load(x.shape + 8 * axis) != load(out.shape + 8 * axis):
             return False
     return True
 
 
 def _writable(module: int, arguments: int, count: int) -> int:
-    x, out = load(arguments), load(arguments + 8)
-    return numba_compiler.from_number(load(out + _DATA) if _fits(x, out) else 0)
+    x, out = _array(load(arguments)), _array(load(arguments + 8))
+    return numba_compiler.from_number(out.data if _fits(x, out) else 0)
 
 
 def _bind(module: int, arguments: int, count: int) -> int:
     words = numba_compiler.to_number(pointer(load(arguments)))
-    x, out = load(arguments + 8), load(arguments + 16)
+    first, second = load(arguments + 8), load(arguments + 16)
+    x, out = _array(first), _array(second)
     found = 0
-    if words and _int(x + _FLAGS) & _C_CONTIGUOUS and _fits(x, out):
+    if words and x.flags & _C_CONTIGUOUS and _fits(x, out):
         # From the first axis on along which there is a next one, they lie one behind the other.
         nbytes = _WIDEST
-        for axis in range(_int(x + _DIMENSIONS)):
-            length = load(load(x + _SHAPE) + 8 * axis)
+        for axis in range(x.ndim):
+            length = load(x.shape + 8 * axis)
             if length != 1:
-                nbytes = length * load(load(x + _STRIDES) + 8 * axis)
+                nbytes = length * load(x.strides + 8 * axis)
                 break
-        between = load(out + _DATA) - load(x + _DATA)
-        if x == out or between >= nbytes or -between >= nbytes:
-            store(words, load(x + _DATA))
-            store(words + 8, load(out + _DATA))
+        between = out.data - x.data
+        if first == second or between >= nbytes or -between >= nbytes:
+            store(words, x.data)
+            store(words + 8, out.data)
             found = 1
     return numba_compiler.from_number(found)
 

@@ -12,15 +12,16 @@ from __future__ import annotations
 from typing import Any
 
 import llvmlite.binding as llvm
+import numpy as np
 from llvmlite import ir
-from numba import config, types
+from numba import carray, config, types
 from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 __all__ = [
     "call_binary", "call_unary", "canonical_nan", "canonical_nans", "clock_gettime", "copy",
     "fence", "load", "load_half_pair", "mpi_start", "mpi_test", "on_stack", "pause", "pointer",
-    "sched_yield", "store", "store_fence_full", "store_half_pair", "stream",
+    "record", "sched_yield", "store", "store_fence_full", "store_half_pair", "stream",
     "target_processor",
 ]  # fmt: skip
 
@@ -52,6 +53,12 @@ def pointer(typingctx: Any, address: Any) -> Any:
         return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
 
     return types.voidptr(types.int64), codegen
+
+
+@register_jitable
+def record(address: int, dtype: np.dtype[Any]) -> Any:
+    """Return the record at an address; its fields are read and written in place."""
+    return carray(pointer(address), 1, dtype)[0]
 
 
 @intrinsic

@@ -74,6 +74,8 @@ CLOSURES = """
     import numpy as np
     from numba.extending import intrinsic, register_jitable
     from collectives.kernels import numba_compiler
+    from collectives.kernels.intrinsics import record
+    from collectives.kernels.structures import offsets
 
     @intrinsic
     def same(typing, x):
@@ -101,6 +103,17 @@ CLOSURES = """
             return x + held[0]
         return loop
 
+    def reading(dtype):
+        def loop(x):
+            numbers = np.arange(2)
+            return x + record(numbers.ctypes.data, dtype).second
+        return loop
+
+    def finding(fields):
+        def loop(x):
+            return x + fields.second
+        return loop
+
     def nested(called):
         @register_jitable
         def inner(x):
@@ -108,6 +121,10 @@ CLOSURES = """
         return calling(inner)
 
     quick = numba.njit(error_model="numpy")(quotient)
+    pair, swapped = (
+        np.dtype([(name, "i8") for name in names])
+        for names in (("first", "second"), ("second", "first"))
+    )
     quick(1.0)                        # compiled variants do not change the digest
     functions = [
         calling(same), calling(negative), nested(same), nested(negative), calling(math.sin),
@@ -115,6 +132,7 @@ CLOSURES = """
         calling(numba.njit(error_model="numpy", fastmath=True)(quotient)),
         adding(same, negative, same), adding(same, negative, negative),
         holding((1, 2)), holding((2, 2)), holding(np.zeros(2)), holding(np.ones(2)),
+        reading(pair), reading(swapped), finding(offsets(pair)), finding(offsets(swapped)),
     ]
     for function in functions[:: int(sys.argv[1])]:
         compiled = numba_compiler.compiled(function)
