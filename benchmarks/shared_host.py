@@ -159,12 +159,10 @@ class _EagerPair:
         self._data = np.zeros(1)
         self._exchange = eager.EagerExchange(group_of(pair).transport, 8)
         self.block = eager.EagerBlock(self._exchange, np.dtype("f8"), 1, MAX, fill=True)
-        self.words = eager
-        self.block.words[eager.SEND] = self.block.words[eager.OUT] = address(self._data)
+        self.block.fields.send = self.block.fields.out = address(self._data)
 
     def start(self) -> int:
-        words = self.block.words
-        words[self.words.HASH], words[self.words.INVERSE] = 0, ~0
+        self.block.fields.hash, self.block.fields.inverse_hash = 0, ~0
         return self._exchange.kernel(self.block.address)
 
     def exchange(self) -> None:
@@ -174,7 +172,7 @@ class _EagerPair:
         """Return the microseconds of the looks after which the core is given away."""
         if self._pair.size > 2:
             return 0.0
-        self.block.words[self.words.YIELDS] = 0
+        self.block.fields.yields = 0
         times = []
         for _ in range(TIMES):
             self._pair.barrier()
@@ -186,7 +184,7 @@ class _EagerPair:
             status = self.start()
             times.append(time.perf_counter() - began)
             self._exchange.run(self.block, status, self._pair.deadline("shared host"))
-        self.block.words[self.words.YIELDS] = 200
+        self.block.fields.yields = 200
         return 1e6 * _median(times)
 
 

@@ -25,6 +25,7 @@ in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005), section 4.
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import time
 from typing import TYPE_CHECKING
@@ -38,6 +39,7 @@ from collectives.arrays.reduction import Op
 from collectives.core import topology
 from collectives.kernels import machine_code
 from collectives.kernels.loops import loops
+from collectives.kernels.structures import structure
 from collectives.transport.backoff import Backoff, CompletedWait
 from collectives.transport.transport import Deadline, Transport
 
@@ -50,35 +52,60 @@ __all__ = ["HEAD_BYTES", "EagerBlock", "EagerExchange", "seconds"]
 
 HEAD_BYTES = 16
 
-# What the compiled code returns; WAITING: it has waited for long, call it again.
-DONE, WAITING, DIFFERENT, FAILED = 0, 1, 2, 3
+# Status that the compiled code returns. WAITING: it has polled for long, call it again.
+DONE, WAITING, DIFFERENT, FAILED = range(4)
 
-# Words of a block. How MPI is called, the same for all calls of a transport:
-ISEND, IRECV, TEST = 0, 1, 2  # addresses of its functions
-COMM, BYTE, TAG = 3, 4, 5
-STEPS, NUMBER_OF_STEPS = 6, 7  # address of rows, as below
-MINE, LANDING = 8, 9  # addresses of two messages
-MOST = 10  # bytes of the longest message
-POLLS, YIELDS = 11, 12  # before it gives up for now; with the second ones it gives the core away
-# The call's:
-HASH, INVERSE = 13, 14
-SEND, OUT = 15, 16  # addresses of the contribution and of the result
-COUNT, WIDTH = 17, 18  # elements, and the bytes of one
-RANKS = 19  # by how many MEAN divides
-FILL, ADD = 20, 21  # addresses of loops; FILL is 0 for a plain copy
-# Where it stands; all 0 before it:
-STEP, PHASE = 22, 23
-SENDING, RECEIVING = 24, 25  # whether a message is under way
-SENT, RECEIVED = 26, 27  # requests of MPI, which has handles of 4 or 8 bytes
-FLAG = 28
-STATUS = 29  # eight words, longer than any MPI's
-ERROR = 37  # of MPI, after FAILED
-WORDS = 38
+# The two directions of a message.
+RECEIVE, SEND = range(2)
 
-# A step: to whom a message goes and from whom one comes, -1 for nobody, and what becomes of it:
-# nothing, combined behind or before the own one, or the result.
-TO, SOURCE, THEN = 0, 1, 2
-NOTHING, BEHIND, BEFORE, RESULT = 0, 1, 2, 3
+# A call, as integers of 64 bits.
+BLOCK = np.dtype(
+    [
+        # How MPI is called, the same in all calls of a transport (`transport.NativeMpi`):
+        ("isend", "i8"),
+        ("irecv", "i8"),
+        ("test", "i8"),
+        ("comm", "i8"),
+        ("byte", "i8"),
+        ("tag", "i8"),
+        # The same, of this module:
+        ("steps", "i8"),  # address of rows of STEP
+        ("step_count", "i8"),
+        ("message", "i8"),  # address of this rank's message
+        ("landing", "i8"),  # address of the memory for the next message of another rank
+        ("longest_bytes", "i8"),  # of a message
+        ("polls", "i8"),  # of MPI in a wait
+        ("yields", "i8"),  # polls after these that yield the core, before the kernel returns
+        # The arguments of the call:
+        ("hash", "i8"),
+        ("inverse_hash", "i8"),
+        ("send", "i8"),  # address of the contribution
+        ("out", "i8"),  # address of the result
+        ("count", "i8"),  # elements
+        ("itemsize", "i8"),  # bytes of an element
+        ("ranks", "i8"),  # by which MEAN divides
+        ("fill", "i8"),  # address of the loop that copies the contribution; 0 for a plain copy
+        ("add", "i8"),  # address of the loop that combines
+        # The progress of the call, 0 before it:
+        ("step", "i8"),
+        ("phase", "i8"),
+        ("pending", "i8", 2),  # by direction: whether a message is under way
+        ("requests", "i8", 2),  # by direction: handles of MPI, of 4 or 8 bytes
+        ("flag", "i8"),  # the int that MPI_Test sets
+        ("status", "i8", 8),  # longer than any MPI's MPI_Status
+        ("error", "i8"),  # MPI's error code, after FAILED
+    ],
+    align=True,
+)
+
+Block = structure(BLOCK)
+
+# What becomes of the message of another rank: it is dropped, combined behind or before the own one,
+# or taken as the result.
+NOTHING, BEHIND, BEFORE, RESULT = range(4)
+
+# A step: the ranks that messages go to and come from, -1 for none, and what becomes of the second.
+STEP = np.dtype([("dest", "i8"), ("source", "i8"), ("then", "i8")], align=True)
 
 # Looks at MPI, 0.1 to 0.3 us each, before the core is given away between them, and before Python
 # looks after the other ranks.
@@ -101,6 +128,10 @@ class EagerBlock:
         op: how they are combined.
         fill: whether contributions are what the caller brings; else they are prepared, MEAN
             divided.
+
+    Attributes:
+        fields: a `Block`.
+        address: of the block, for the kernel.
     """
 
     def __init__(
@@ -113,10 +144,10 @@ class EagerBlock:
         fill: bool,
     ) -> None:
         found = loops(dtype, op.value)
-        self.words = exchange.words.copy()
-        self.words[COUNT], self.words[WIDTH] = count, dtype.itemsize
-        self.words[FILL], self.words[ADD] = found.fill if fill else 0, found.add
-        self.address = address(self.words)
+        self.fields = Block.from_buffer_copy(exchange.template)
+        self.fields.count, self.fields.itemsize = count, dtype.itemsize
+        self.fields.fill, self.fields.add = found.fill if fill else 0, found.add
+        self.address = ctypes.addressof(self.fields)
 
 
 class EagerExchange:
@@ -136,21 +167,26 @@ class EagerExchange:
         self._transport = transport.parent
         number = [*(transport.parent_rank(rank) for rank in range(transport.size)), -1]
         steps = [
-            (number[to], number[source], then)
-            for to, source, then in _steps(transport.rank, transport.size)
+            (number[dest], number[source], then)
+            for dest, source, then in _steps(transport.rank, transport.size)
         ]
-        self._steps = np.array(steps, np.int64).reshape(len(steps), 3)
+        self._steps = np.array(steps, STEP)
         longest = HEAD_BYTES + most
         stride = -(-longest // _ALIGNMENT) * _ALIGNMENT
         self._memory = np.empty(2 * stride + 2 * _ALIGNMENT, np.uint8)
         first = -(-address(self._memory) // _ALIGNMENT) * _ALIGNMENT
         first += _ALIGNMENT - HEAD_BYTES  # so that contributions are aligned
-        self.words = np.zeros(WORDS, np.int64)
-        self.words[ISEND : TAG + 1] = np.array(calls, np.uint64).view(np.int64)
-        self.words[STEPS], self.words[NUMBER_OF_STEPS] = address(self._steps), len(self._steps)
-        self.words[MINE], self.words[LANDING] = first, first + stride
-        self.words[MOST], self.words[RANKS] = longest, transport.size
-        self.words[POLLS], self.words[YIELDS] = _POLLS, _YIELDS
+        self.template = Block(
+            **calls._asdict(),
+            steps=address(self._steps),
+            step_count=len(self._steps),
+            message=first,
+            landing=first + stride,
+            longest_bytes=longest,
+            polls=_POLLS,
+            yields=_YIELDS,
+            ranks=transport.size,
+        )
 
     def reduce(
         self, hashes: tuple[int, int], data: Array, op: Op, deadline: Deadline
@@ -171,8 +207,8 @@ class EagerExchange:
         """
         block = EagerBlock(self, data.dtype, data.size, op, fill=False)
         result = np.empty_like(data)
-        block.words[HASH : INVERSE + 1] = hashes
-        block.words[SEND : OUT + 1] = address(data), address(result)
+        block.fields.hash, block.fields.inverse_hash = hashes
+        block.fields.send, block.fields.out = address(data), address(result)
         return result if self.exchange(block, deadline) else None
 
     def exchange(self, block: EagerBlock, deadline: Deadline) -> bool:
@@ -192,9 +228,9 @@ class EagerExchange:
         """
         if status == DONE:
             return True
-        wait, words = Backoff(), block.words
-        patience = words[POLLS : YIELDS + 1].copy()
-        words[POLLS : YIELDS + 1] = 0  # the core is for others from now on
+        wait, fields = Backoff(), block.fields
+        patience = fields.polls, fields.yields
+        fields.polls = fields.yields = 0  # the core is for others from now on
         try:
             while status == WAITING:
                 pending = self._pending(block)
@@ -204,24 +240,25 @@ class EagerExchange:
                     self._transport.check_peers(deadline.operation, list(dict.fromkeys(peers)))
                 status = self.kernel(block.address)
             if status == FAILED:
-                raise self._transport.error_of(int(words[ERROR]), deadline.operation)
+                raise self._transport.error_of(fields.error, deadline.operation)
         except BaseException:
             self._transport.retain(self)
             raise
-        words[POLLS : YIELDS + 1] = patience
+        fields.polls, fields.yields = patience
         return status == DONE
 
     def _pending(self, block: EagerBlock) -> list[CompletedWait]:
         """Say what a call waits for."""
-        to, source, _ = self._steps[block.words[STEP]].tolist()
-        nbytes = int(block.words[COUNT] * block.words[WIDTH])
+        fields = block.fields
+        dest, source, _ = self._steps[fields.step].tolist()
+        nbytes = fields.count * fields.itemsize
         waits = []
-        if block.words[RECEIVING]:
+        if fields.pending[RECEIVE]:
             text = f"{self._transport.name([source])} to send {nbytes} bytes"
             waits.append(CompletedWait(text, (source,), has_come=False))
-        if block.words[SENDING]:
-            text = f"{self._transport.name([to])} to receive {nbytes} bytes"
-            waits.append(CompletedWait(text, (to,), has_come=False))
+        if fields.pending[SEND]:
+            text = f"{self._transport.name([dest])} to receive {nbytes} bytes"
+            waits.append(CompletedWait(text, (dest,), has_come=False))
         return waits
 
 

@@ -7,7 +7,20 @@ from typing import Any
 import numpy as np
 from numba import carray, njit
 
-from collectives.algorithms import eager as w
+from collectives.algorithms.eager import (
+    BEHIND,
+    BLOCK,
+    DIFFERENT,
+    DONE,
+    FAILED,
+    HEAD_BYTES,
+    NOTHING,
+    RECEIVE,
+    RESULT,
+    SEND,
+    STEP,
+    WAITING,
+)
 from collectives.kernels import numba_compiler
 from collectives.kernels.intrinsics import (
     call_unary,
@@ -15,10 +28,15 @@ from collectives.kernels.intrinsics import (
     mpi_start,
     mpi_test,
     pointer,
+    record,
     sched_yield,
 )
+from collectives.kernels.structures import offsets
 
 __all__ = ["double", "make"]
+
+# Bytes in a block before its fields, for MPI, which writes some of them.
+_FIELD = offsets(BLOCK)
 
 
 @njit
@@ -29,50 +47,49 @@ def _hashes(message: int) -> Any:
 @njit
 def _contribute(block: Any) -> None:
     """Write the own message."""
-    hashes = _hashes(block[w.MINE])
-    hashes[0], hashes[1] = block[w.HASH], block[w.INVERSE]
-    dest, count = block[w.MINE] + w.HEAD_BYTES, block[w.COUNT]
-    if block[w.FILL]:
-        call_unary(block[w.FILL], dest, block[w.SEND], count, block[w.RANKS])
+    hashes = _hashes(block.message)
+    hashes[0], hashes[1] = block.hash, block.inverse_hash
+    dest, count = block.message + HEAD_BYTES, block.count
+    if block.fill:
+        call_unary(block.fill, dest, block.send, count, block.ranks)
     else:
-        copy(dest, block[w.SEND], count * block[w.WIDTH])
+        copy(dest, block.send, count * block.itemsize)
 
 
 @njit
-def _start(block: Any, address: int, to: int, source: int) -> int:
+def _start(block: Any, address: int, dest: int, source: int) -> int:
     """Begin the messages of a step; returns MPI's error."""
-    block[w.SENT] = block[w.RECEIVED] = 0
+    block.requests[SEND] = block.requests[RECEIVE] = 0
     if source >= 0:  # first, so that the message arrives where it belongs without a copy
         error = mpi_start(
-            block[w.IRECV], block[w.LANDING], block[w.MOST], block[w.BYTE], source,
-            block[w.TAG], block[w.COMM], address + 8 * w.RECEIVED,
+            block.irecv, block.landing, block.longest_bytes, block.byte, source,
+            block.tag, block.comm, address + _FIELD.requests + 8 * RECEIVE,
         )  # fmt: skip
         if error:
             return error
-        block[w.RECEIVING] = 1
-    if to >= 0:
-        nbytes = w.HEAD_BYTES + block[w.COUNT] * block[w.WIDTH]
+        block.pending[RECEIVE] = 1
+    if dest >= 0:
+        nbytes = HEAD_BYTES + block.count * block.itemsize
         error = mpi_start(
-            block[w.ISEND], block[w.MINE], nbytes, block[w.BYTE], to,
-            block[w.TAG], block[w.COMM], address + 8 * w.SENT,
+            block.isend, block.message, nbytes, block.byte, dest,
+            block.tag, block.comm, address + _FIELD.requests + 8 * SEND,
         )  # fmt: skip
         if error:
             return error
-        block[w.SENDING] = 1
+        block.pending[SEND] = 1
     return 0
 
 
 @njit
-def _over(block: Any, address: int, under_way: int, request: int) -> int:
+def _test(block: Any, address: int, direction: int) -> int:
     """Look at a message; returns MPI's error."""
-    if not block[under_way]:
+    if not block.pending[direction]:
         return 0
-    block[w.FLAG] = 0
-    error = mpi_test(
-        block[w.TEST], address + 8 * request, address + 8 * w.FLAG, address + 8 * w.STATUS
-    )
-    if error == 0 and block[w.FLAG]:
-        block[under_way] = 0
+    block.flag = 0
+    request = address + _FIELD.requests + 8 * direction
+    error = mpi_test(block.test, request, address + _FIELD.flag, address + _FIELD.status)
+    if error == 0 and block.flag:
+        block.pending[direction] = 0
     return error
 
 
@@ -81,63 +98,63 @@ def _wait(block: Any, address: int) -> int:
     """Wait until a step's messages are over."""
     polls = 0
     while True:
-        error = _over(block, address, w.RECEIVING, w.RECEIVED)
+        error = _test(block, address, RECEIVE)
         if error == 0:
-            error = _over(block, address, w.SENDING, w.SENT)
+            error = _test(block, address, SEND)
         if error:
-            block[w.ERROR] = error
-            return w.FAILED
-        if not block[w.RECEIVING] and not block[w.SENDING]:
-            return w.DONE
+            block.error = error
+            return FAILED
+        if not block.pending[RECEIVE] and not block.pending[SEND]:
+            return DONE
         polls += 1
-        if polls > block[w.POLLS]:
-            if polls > block[w.POLLS] + block[w.YIELDS]:
-                return w.WAITING
+        if polls > block.polls:
+            if polls > block.polls + block.yields:
+                return WAITING
             sched_yield()
 
 
 @njit
 def _take(block: Any, then: int) -> None:
     """Combine the message that has come with the own one."""
-    if then == w.NOTHING:
+    if then == NOTHING:
         return
-    if then != w.BEHIND:
-        block[w.MINE], block[w.LANDING] = block[w.LANDING], block[w.MINE]
-    if then == w.RESULT:
+    if then != BEHIND:
+        block.message, block.landing = block.landing, block.message
+    if then == RESULT:
         return
-    ours, theirs = _hashes(block[w.MINE]), _hashes(block[w.LANDING])
-    if ours[0] == theirs[0] and ours[1] == theirs[1] and block[w.COUNT]:
-        dest, source = block[w.MINE] + w.HEAD_BYTES, block[w.LANDING] + w.HEAD_BYTES
-        call_unary(block[w.ADD], dest, source, block[w.COUNT], block[w.RANKS])
+    ours, theirs = _hashes(block.message), _hashes(block.landing)
+    if ours[0] == theirs[0] and ours[1] == theirs[1] and block.count:
+        dest, source = block.message + HEAD_BYTES, block.landing + HEAD_BYTES
+        call_unary(block.add, dest, source, block.count, block.ranks)
     ours[0], ours[1] = min(ours[0], theirs[0]), min(ours[1], theirs[1])
 
 
 def double(address: int) -> int:
     """Exchange messages until this rank has what all bring."""
-    block = carray(pointer(address), w.WORDS, np.int64)
-    steps = carray(pointer(block[w.STEPS]), (block[w.NUMBER_OF_STEPS], 3), np.int64)
-    if block[w.STEP] == 0 and block[w.PHASE] == 0:
+    block = record(address, BLOCK)
+    steps = carray(pointer(block.steps), block.step_count, STEP)
+    if block.step == 0 and block.phase == 0:
         _contribute(block)
-    while block[w.STEP] < block[w.NUMBER_OF_STEPS]:
-        step = block[w.STEP]
-        if block[w.PHASE] == 0:
-            error = _start(block, address, steps[step, w.TO], steps[step, w.SOURCE])
+    while block.step < block.step_count:
+        step = steps[block.step]
+        if block.phase == 0:
+            error = _start(block, address, step.dest, step.source)
             if error:
-                block[w.ERROR] = error
-                return w.FAILED
-            block[w.PHASE] = 1
+                block.error = error
+                return FAILED
+            block.phase = 1
         status = _wait(block, address)
-        if status != w.DONE:
+        if status != DONE:
             return status
-        _take(block, steps[step, w.THEN])
-        block[w.PHASE] = 0
-        block[w.STEP] = step + 1
-    block[w.STEP] = 0
-    hashes = _hashes(block[w.MINE])
+        _take(block, step.then)
+        block.phase = 0
+        block.step += 1
+    block.step = 0
+    hashes = _hashes(block.message)
     if hashes[0] != ~hashes[1]:
-        return w.DIFFERENT
-    copy(block[w.OUT], block[w.MINE] + w.HEAD_BYTES, block[w.COUNT] * block[w.WIDTH])
-    return w.DONE
+        return DIFFERENT
+    copy(block.out, block.message + HEAD_BYTES, block.count * block.itemsize)
+    return DONE
 
 
 def make(symbol: str, kind: str) -> bytes:

@@ -18,12 +18,12 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol, cast
 
-from collectives.algorithms import eager
-from collectives.algorithms.eager import HASH, INVERSE, EagerBlock, EagerExchange
+from collectives.algorithms.eager import EagerBlock, EagerExchange
 from collectives.arrays.host_arrays import Array, address
 from collectives.calls import signature
 from collectives.calls.call import Call, begin_call
 from collectives.core.errors import MismatchError
+from collectives.kernels.structures import field_view
 from collectives.node.control_block import NOTED, OUT, SEND, UNLIKE
 from collectives.node.engine import CopyTable, KernelCall
 from collectives.tracing.peer_status import StatusBoard
@@ -265,7 +265,9 @@ class EagerCall(_AddressCall):
         self._exchange = exchange
         self._kernel = exchange.kernel
         self._block = block
-        self._words = block.words.data
+        self._hash, self._inverse_hash, self._send, self._out = (
+            field_view(block.fields, name) for name in ("hash", "inverse_hash", "send", "out")
+        )
         self._digest = signature.hash_of({"operation": self.operation, **self.fields})
 
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
@@ -284,9 +286,9 @@ class EagerCall(_AddressCall):
                 signature.raise_mismatch(group.transport, call, deadline)
 
     def _fill(self, send: int, out: int) -> None:
-        words, digest = self._words, signature.with_number(self._digest, self.group.call_number)
-        words[HASH], words[INVERSE] = digest, ~digest
-        words[eager.SEND], words[eager.OUT] = send, out
+        digest = signature.with_number(self._digest, self.group.call_number)
+        self._hash[0], self._inverse_hash[0] = digest, ~digest
+        self._send[0], self._out[0] = send, out
 
 
 class MessageCall:

@@ -237,8 +237,8 @@ def _exchange(ranks: Transport | None) -> Call:
     block = eager.EagerBlock(small, data.dtype, data.size, reduction.MAX, fill=True)
 
     def exchange(deadline: Deadline) -> None:
-        block.words[eager.HASH], block.words[eager.INVERSE] = 0, ~0
-        block.words[eager.SEND] = block.words[eager.OUT] = address(data)
+        block.fields.hash, block.fields.inverse_hash = 0, ~0
+        block.fields.send = block.fields.out = address(data)
         small.exchange(block, deadline)
 
     return exchange
