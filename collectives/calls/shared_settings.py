@@ -48,12 +48,18 @@ __all__ = ["library_takes_device_memory", "negotiate"]
 
 log = logging.getLogger(__name__)
 
-# Links take some hundred bytes; a longer text is that of an error, and cut.
-_PAGE_BYTES = 4096
 _HASH_BYTES = 8
-_CHECK, _STAGED, _HASH = 0, 1, 2
-_INVERSE = _HASH + _HASH_BYTES
-_TEXT = _INVERSE + _HASH_BYTES
+
+# What a rank tells all others, which take the maximum of each byte.
+_PAGE = np.dtype(
+    [
+        ("check", "u1"),  # index of the level of checks
+        ("staged", "u1"),  # whether device arrays are staged through the host
+        ("hash", "u1", _HASH_BYTES),  # of the values that must be equal
+        ("inverse_hash", "u1", _HASH_BYTES),  # its bits inverted
+        ("text", "u1", 4078),  # rank 0's links as JSON, or an error, which is cut
+    ]
+)
 
 # Bytes of a rank's values as JSON, in the exchange where they differ; characters shown of each.
 _VALUES_BYTES, _VALUE_CHARACTERS = 4096, 200
@@ -86,39 +92,39 @@ def negotiate(own: Settings, transport: Transport, leaders: Sequence[int] = ()) 
     levels = get_args(settings.Check)
     wish = own.cuda_aware
     aware = wish == "on" or (wish == "auto" and library_takes_device_memory())
-    page = np.zeros(_PAGE_BYTES, np.uint8)
-    page[_CHECK], page[_STAGED] = levels.index(own.check), not aware
+    page = np.zeros((), _PAGE)
+    page["check"], page["staged"] = levels.index(own.check), not aware
     equal = settings.equal_values(own, os.environ)
     values = json.dumps({name: _abbreviate(value) for name, value in equal.items()})
     hashed = hashlib.blake2b(values.encode(), digest_size=_HASH_BYTES).digest()
-    page[_HASH:_INVERSE] = np.frombuffer(hashed, np.uint8)
-    page[_INVERSE:_TEXT] = ~page[_HASH:_INVERSE]
+    page["hash"] = np.frombuffer(hashed, np.uint8)
+    page["inverse_hash"] = ~page["hash"]
     if transport.rank == 0:
-        text = _links(own).encode()[: _PAGE_BYTES - _TEXT]
-        page[_TEXT : _TEXT + len(text)] = np.frombuffer(text, np.uint8)
+        text = _links(own).encode()[: page["text"].size]
+        page["text"][: len(text)] = np.frombuffer(text, np.uint8)
     deadline = Deadline("init", own.timeout, own.stall_warning)
-    recursive_doubling.allreduce(transport, page, reduction.MAX, deadline)
+    recursive_doubling.allreduce(transport, page.reshape(1).view(np.uint8), reduction.MAX, deadline)
 
-    if not np.array_equal(page[_INVERSE:_TEXT], ~page[_HASH:_INVERSE]):
+    if not np.array_equal(page["inverse_hash"], ~page["hash"]):
         _check_equal(values, transport, leaders or [0] * transport.size, deadline)
     where = f"[{transport.rank}/{transport.size}]"
-    check: settings.Check = levels[page[_CHECK]]
+    check: settings.Check = levels[page["check"]]
     if check != own.check:
         log.warning(
             "%s UNISONO_CHECK is %s on another rank, so this one, with %s, compares as much",
             where, check, own.check,
         )  # fmt: skip
-    if aware and page[_STAGED]:
+    if aware and page["staged"]:
         log.warning(
             "%s MPI does not take device memory on all ranks, so all stage device arrays through "
             "the host", where,
         )  # fmt: skip
-    text = page[_TEXT:].tobytes().rstrip(b"\0")
+    text = page["text"].tobytes().rstrip(b"\0")
     if not text.startswith(b"["):
         raise ValueError(text.decode(errors="replace"))
     machine, sources, timeline = json.loads(text)
     known = MeasuredMachine(Machine(*(LinkCost(*numbers) for numbers in machine)), tuple(sources))
-    cuda_aware: Literal["on", "off"] = "off" if page[_STAGED] else "on"
+    cuda_aware: Literal["on", "off"] = "off" if page["staged"] else "on"
     return dataclasses.replace(
         own, check=check, cuda_aware=cuda_aware, links=known, timeline=timeline
     )
