@@ -334,7 +334,7 @@ class Group:
             made.set_store_mode(self.settings.stores)
             names = [self.transport.name([ranks.parent_rank(rank)]) for rank in range(ranks.size)]
             self.node_engine = made
-            self.status = peer_status.StatusBoard(made.notes, ranks.rank, names)
+            self.status = peer_status.StatusBoard(made.status_entries, ranks.rank, names)
             made.last_call = self.status.last
             self.levels = node_stages.in_shared_memory(self.levels, made)
             self.attach_listeners()

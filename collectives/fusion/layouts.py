@@ -26,7 +26,6 @@ from collectives.fusion import bucket_layout
 from collectives.fusion.bucket_layout import FusedChunk
 from collectives.kernels import buffer_address
 from collectives.kernels.compression import Compression
-from collectives.node import control_block
 from collectives.node.engine import Engine, KernelCall
 
 __all__ = [
@@ -222,7 +221,7 @@ def _portion_bytes(engine: Engine) -> int:
 def reduce_whole(call: Call, work: KernelCall, x: Array, out: Array) -> None:
     """Reduce an array, of any strides, into flat memory for its result."""
     send = host_arrays.flat(x)
-    work.block[control_block.SEND], work.block[control_block.OUT] = address(send), address(out)
+    work.block.send, work.block.out = address(send), address(out)
     call.drive(work)
 
 

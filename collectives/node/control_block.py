@@ -1,126 +1,207 @@
-"""Layout of the shared control structures: call blocks, rank headers and rank state.
+"""Layout of a call in the shared memory of a node, as structured dtypes with named fields.
 
-The ranks of a node share a segment (`collectives.node.segment`). In it each rank has a *header*,
-which only it writes, and two *slots* for its data. A kind of call
-(`collectives.node.reduce_kernels`) gets the address of a *block* of 64-bit integers: what it is
-about, and where it stands.
+The ranks of a node share a segment (`collectives.node.segment`). In it each rank has a *header*
+(`HEADER`), which only it writes, and two *slots* for its data. A kernel
+(`collectives.node.reduce_kernels`) gets the address of a *control block* (`BLOCK`): the arguments
+of a call, and how far it has got.
 
 All calls of a communicator are cut into numbered *rounds*. A rank stores the number of a round in
-its word FILLED when its slot holds what others read, or will do so part by part, and in its word
-READY when what it makes for others is there, or when it has read all that it needs. `store` makes
-visible what was stored before it to whoever sees it by `load`.
+`filled` of its header when its slot holds what others read, or will do so part by part, and in
+`ready` when what it makes for others is there, or when it has read all that it needs. `store`
+publishes everything that the rank stored before it to the ranks that see the number by `load`.
+
+Fields are integers of 64 bits unless a format says otherwise.
 """
 
 from __future__ import annotations
 
-DONE, WAITING, MISMATCH, NOTED = 0, 1, 2, 3
-"""What a kind of call returns; WAITING: it has waited for long, call it again with its block.
-NOTED: it is done, and somebody wants to know when it did what."""
+import numpy as np
 
-# Words of a block. The engine's part, the same for all calls:
-RANK, SIZE = 0, 1
-HEADERS = 2  # address of rank 0's header
-SLOTS = 3  # address of rank 0's slots
-SLOT_BYTES = 4
-STATE = 5  # address of words that outlive the call, this rank's own: COUNTER ... below
-SCRATCH = 6  # address of four tiles of the widest type, this rank's own
-SPINS, YIELDS = 7, 8  # polls that spin, and polls that yield, before a wait gives up for now
-# The call's:
-HASH = 9  # of the call's description
-SEND, OUT = 10, 11  # addresses of the contribution and the result; may be equal
-COUNT = 12  # elements (one_shot, direct), bytes of the stream (copies: the two `_copy` kinds)
-BOUNDS = 13  # address of P + 1 offsets of the ranks' chunks (pipelined, direct, shared)
-TAKE = 14  # which results this rank wants (pipelined, direct): TAKE_NONE, TAKE_OWN or TAKE_ALL
-TABLE = 15  # address of rows: what this rank wants (copies), the ranks' arrays (shared)
-ROWS = 16  # rows of the table (copies)
-ROUNDS = 17  # of the call (pipelined_copy)
-WIDTH = 18  # bytes of an element
-FILL, START, ADD, SAVE = 19, 20, 21, 22  # addresses of the loops; 0 for a plain copy
-# Where the call stands; all 0 before it:
-PHASE, DONE_ROUNDS, FIRST = 23, 24, 25
-MISSING = 26  # the rank that is waited for, after WAITING
-EARLIER = 27  # address of the first of two parts that are combined
-AT = 28  # parts of the round that have been read (pipelined_copy)
-# Bytes of the stream that nobody else wants: the first, and the one after the last (copies).
-KEPT, KEPT_TO = 29, 30
-LONGEST = 31  # bytes of the longest stream of all ranks, rounded up (pipelined_copy)
-TAKEN = 32  # bytes of the result (pipelined_copy)
-# What ranks may know differently without an error; 0: nothing. A hash (copies), or where the
-# result goes, IN_PLACE or ELSEWHERE (direct).
-DETAIL = 33
-UNLIKE = 34  # whether they did in the last call, in which nothing has moved then
-BEHIND = 35  # address of the loop that combines in place, with what comes before (one_shot, direct)
-NOTE = 36  # the engine's: address of the number and time in this rank's note (operations/status)
-MET = 37  # rounds of the call before those in which arrays are handed over (direct)
-# How the result is stored (`collectives.node.result_stores`):
-RESULTS = 38  # in this call: PLAIN, STREAMING or UNKNOWN
-BETTER = 39  # PLAIN or STREAMING, by the last comparison
-CALLS = 40  # since the last comparison began
-TIMED = 41  # whether this call is a part of it
-COPYING = 42  # ns of its copies
-COPIED = 43  # two words: ns of the copies of a call by either way, of the fastest; 0 for none yet
-AMONG = 55  # bytes of all results that this one is made among, if it is not alone
-# How slots are filled (`collectives.node.store_autotuner`):
-TRIES = 45  # calls so far, counted in a circle
-TRYING = 46  # whether a comparison is under way
-TRIED_IN = 47  # NEAR or FAR: where it has begun
-TRIED = 48  # whether this call is a part of it, and which of its waits do not count
-SPENT, RUNNING = 49, 50  # ns of this call but for those waits, and since when it runs; 0 in a wait
-FASTEST = 51  # two words: ns of a call by either way, of the fastest; 0 for none yet
-FOUND = 53  # two words, for NEAR and FAR: 1 + the way that was faster; 0 for none yet
-WORDS = 56
+from collectives.kernels.structures import structure
 
-TAKE_NONE, TAKE_OWN, TAKE_ALL = 0, 1, 2
+# Status that a kernel returns. WAITING: it has polled for long, call it again with the same block.
+# NOTED: the call is done, and tracing is enabled.
+DONE, WAITING, MISMATCH, NOTED = range(4)
+
+# How a rank stores bytes: into the caches, or past them.
+PLAIN, STREAMING, UNKNOWN = range(3)
+
+# Whether the other ranks of the node share a cache with this one.
+NEAR, FAR = range(2)
+
+# `want` of a block: which results of a reduction the rank reads.
+WANT_NONE, WANT_OWN, WANT_ALL = range(3)
+
+# `detail` of a `direct` call: where the result goes. 0 stands for no detail.
 IN_PLACE, ELSEWHERE = 1, 2
 
-# Words of STATE.
-COUNTER = 0  # rounds so far
-# How this rank stores (`collectives.node.core_probe`, `stores`):
-WAY = 1  # PLAIN or STREAMING
-FIXED = 2  # whether that is a setting, and nothing is measured
-LEFT = 3  # bytes to store before the next timing
-AGAINST = 4  # timings in a row that speak against the place
-LINE_NS = 5  # of a plain store into a line that others had, the last time
-CLOCK = 6  # two words, for the time
-TIMES = 8  # address of the words of times, below; 0 where nobody wants to know
-PLACE = 9  # NEAR or FAR
-NEAR_WAY, FAR_WAY = 10, 11  # in either, where a call has not compared both
-STATE_WORDS = 12
-
-PLAIN, STREAMING, UNKNOWN = 0, 1, 2
-NEAR, FAR = 0, 1
-BUT_FOR_WAITS, AFTER_THE_FIRST = 1, 2  # TRIED: no wait counts, or the first does not
-
-# Words of times: what this rank did when, in ns of the monotonic clock.
-NOTES = 0  # how many notes there are
-SINCE = 1  # when the wait under way began; 0 if none is
-LATE = 2  # the rank that it has given up on for now, -1 for none
-FIRST_NOTE = 4
-# Words of a note. A wait has the number of its word, FILLED or READY below, and names the last rank
-# to come; a call begins as MOVES, or as REDUCES where it combines what it has waited for in FILLED,
-# with its first round in place of an end. All else between two notes is copying.
-WHAT, FROM_TIME, TO_TIME, LAST = 0, 1, 2, 3
-NOTE_WORDS = 4
-MOVES, REDUCES, END = 10, 11, 12
-# Calls of many megabytes make some hundred; what comes after these is not noted.
-MOST_NOTES = 2048
-TIMES_WORDS = FIRST_NOTE + NOTE_WORDS * MOST_NOTES
-
-# Words of a header; all but the last in one cache line and its neighbour, which processors fetch in
-# pairs.
-FILLED, READY, HASHES = 0, 1, 2
-PARTS = 4  # parts of its stream that a rank has put into its slots, in all calls
-DETAILS = 5  # two words, as those of HASHES
-STORED = 7  # how the last part was stored: PLAIN or STREAMING
-TOOK = 16  # a table, by hashes: how long calls took by either way (`node.store_autotuner`)
-HEADER_BYTES = 384
-
-# Rows of that table, and words of a row: the hash, and ns by PLAIN and by STREAMING.
-TOOK_ROWS, TOOK_WORDS = 8, 4
+# `tune_timed` of a block: the call is timed without any of its waits, or without the first one.
+WITHOUT_WAITS, WITHOUT_FIRST_WAIT = 1, 2
 
 # Elements that are combined at a time, so that they stay in the level 1 cache.
 TILE = 2048
 TILE_BYTES = TILE * 16  # of the widest type, complex128
 
-# Bytes of a part of a stream, which others read while its rank puts the next one.
+# Bytes of a part of a stream, which others read while its rank stores the next one.
 PART_BYTES = 1 << 15
+
+BLOCK = np.dtype(
+    [
+        # Set by the engine, the same in all calls:
+        ("rank", "i8"),
+        ("size", "i8"),
+        ("headers", "i8"),  # address of rank 0's header
+        ("slots", "i8"),  # address of rank 0's slots
+        ("slot_bytes", "i8"),
+        ("state", "i8"),  # address of this rank's STATE
+        ("scratch", "i8"),  # address of four tiles, private
+        ("spins", "i8"),  # polls of a wait with a pause between them
+        ("yields", "i8"),  # polls after these that yield the core, before the kernel returns
+        ("status_entry", "i8"),  # address of this rank's STATUS_ENTRY
+        # The arguments of the call:
+        ("hash", "i8"),  # of the call's description
+        ("send", "i8"),  # address of the contribution; `buffer_address.bind` stores `out` after it
+        ("out", "i8"),  # address of the result, may equal `send`
+        ("count", "i8"),  # elements (reductions), bytes of the own stream (copies)
+        ("bounds", "i8"),  # address of size + 1 element offsets of chunks (but for one_shot)
+        ("want", "i8"),  # WANT_NONE, WANT_OWN or WANT_ALL (pipelined, direct)
+        ("table", "i8"),  # address of rows of COPY (copies), of the ranks' arrays (shared)
+        ("rows", "i8"),  # of the table (copies)
+        ("rounds", "i8"),  # of the call (pipelined_copy)
+        ("own_first", "i8"),  # first byte of the stream that only this rank reads (copies)
+        ("own_stop", "i8"),  # the byte after the last one
+        ("longest_bytes", "i8"),  # of all ranks' streams, rounded up to parts (pipelined_copy)
+        ("want_bytes", "i8"),  # of the result (pipelined_copy)
+        (
+            "detail",
+            "i8",
+        ),  # may differ without an error: a hash (copies), see above (direct); 0: none
+        ("itemsize", "i8"),  # bytes of an element
+        ("fill", "i8"),  # this and the next three: `kernels.loops.Loops`
+        ("start", "i8"),
+        ("add", "i8"),
+        ("save", "i8"),
+        ("add_reversed", "i8"),  # address of `loops.reversed_loop` (one_shot, direct)
+        # The progress of the call; the first two are 0 between calls:
+        ("phase", "i8"),
+        ("done_rounds", "i8"),
+        ("first_round", "i8"),
+        ("missing_rank", "i8"),  # after WAITING
+        ("previous_part", "i8"),  # address of the first of two parts that are combined
+        ("parts_read", "i8"),  # in this round (pipelined_copy)
+        ("sync_rounds", "i8"),  # before those that exchange arrays (direct)
+        (
+            "detail_mismatch",
+            "i8",
+        ),  # whether `detail` differed in the last call, which moved nothing
+        # How results are stored (`collectives.node.result_stores`):
+        ("result_mode", "i8"),  # of this call: PLAIN, STREAMING or UNKNOWN
+        ("result_best_mode", "i8"),  # PLAIN or STREAMING, by the last comparison
+        ("result_calls", "i8"),  # since the last comparison began
+        ("result_timed", "i8"),  # whether the comparison times this call
+        ("result_ns", "i8"),  # of the copies of this call
+        ("result_best_ns", "i8", 2),  # of a call's copies by store mode; 0 before any
+        ("result_group_bytes", "i8"),  # of all results of the calls that this is one of; 0 if alone
+        # How slots are filled (`collectives.node.store_autotuner`):
+        ("tune_calls", "i8"),  # so far, modulo the period of comparisons
+        ("tune_active", "i8"),  # whether a comparison is under way
+        ("tune_distance", "i8"),  # NEAR or FAR, where the comparison began
+        ("tune_timed", "i8"),  # 0, or how it times this call: WITHOUT_WAITS, WITHOUT_FIRST_WAIT
+        ("tune_ns", "i8"),  # of this call so far
+        ("tune_started_ns", "i8"),  # when the clock was started; 0 while it stands still
+        ("tune_best_ns", "i8", 2),  # of a call by store mode; 0 before any
+        ("tune_best_mode", "i8", 2),  # by core distance: 1 + the faster mode; 0 if not known
+    ],
+    align=True,
+)
+
+# A row of the table of a copy: whose stream, its first byte, the byte after the last one, and where
+# they go, in bytes from `out`.
+COPY = np.dtype([("peer", "i8"), ("first", "i8"), ("stop", "i8"), ("dest", "i8")], align=True)
+
+TIMESPEC = np.dtype([("seconds", "i8"), ("nanoseconds", "i8")], align=True)
+
+# What outlives a call, private to each rank.
+STATE = np.dtype(
+    [
+        ("rounds", "i8"),  # so far
+        # How this rank stores into slots (`collectives.node.core_probe`, `slot_stores`):
+        ("store_mode", "i8"),  # PLAIN or STREAMING
+        ("store_forced", "i8"),  # whether a setting says so, and nothing is measured
+        ("bytes_until_probe", "i8"),  # stores before the next probe
+        ("contrary_probes", "i8"),  # in a row that contradict `core_distance`
+        ("line_ns", "i8"),  # of a plain store into a line that another core had, by the last probe
+        ("clock", TIMESPEC),
+        ("trace", "i8"),  # address of the TRACE; 0 while tracing is off
+        ("core_distance", "i8"),  # NEAR or FAR
+        ("default_mode", "i8", 2),  # by core distance, for calls that have compared nothing
+    ],
+    align=True,
+)
+
+# Kinds of traced events: waits for `filled` or `parts`, and for `ready`; the begin of a call that
+# moves bytes, and of one that reduces what it has waited for in `filled`; the end of a call. The
+# time between two events is copying.
+WAIT_FILLED, WAIT_READY, MOVE, REDUCE, END = range(5)
+
+EVENT = np.dtype(
+    [
+        ("kind", "i8"),
+        ("began", "i8"),  # ns of the monotonic clock
+        ("ended", "i8"),  # the same; of MOVE and REDUCE the first round of the call
+        ("last_rank", "i8"),  # the last rank that a wait waited for; -1 for none
+    ],
+    align=True,
+)
+
+# Events that are kept: calls of many megabytes make some hundred.
+MAX_EVENTS = 2048
+
+# What this rank did when, while tracing is on.
+TRACE = np.dtype(
+    [
+        ("count", "i8"),  # of events
+        ("wait_began", "i8"),  # ns of the monotonic clock; 0 outside a wait
+        ("late_rank", "i8"),  # for which the kernel has returned WAITING; -1 for none
+        ("padding", "i8"),  # so that events begin at a multiple of their size
+        ("events", EVENT, MAX_EVENTS),
+    ],
+    align=True,
+)
+
+# How long calls with one hash took (`collectives.node.store_autotuner`).
+DURATION = np.dtype([("hash", "i8"), ("ns", "i8", 2), ("padding", "i8")])  # ns by store mode
+DURATION_ROWS = 8
+
+# All fields but the last lie in a cache line and its neighbour, because processors fetch lines in
+# pairs.
+HEADER = np.dtype(
+    [
+        ("filled", "i8"),  # last round whose slot is filled, see above
+        ("ready", "i8"),  # last round whose result is ready, see above
+        ("hashes", "i8", 2),  # of a call, by the parity of its first round
+        ("parts", "i8"),  # of streams that the rank has stored into its slots, in all calls
+        ("details", "i8", 2),  # as `hashes`
+        ("part_mode", "i8"),  # how the last part was stored: PLAIN or STREAMING
+        ("padding", "i8", 8),
+        ("durations", DURATION, DURATION_ROWS),  # a hash table
+    ]
+)
+
+# The last call of a rank, for the others (`collectives.tracing.peer_status`); two cache lines, so
+# that a rank that writes its entry slows down no other.
+STATUS_ENTRY = np.dtype(
+    [
+        ("number", "i8"),  # of the call; negative after it, 0 before the first
+        ("time", "f8"),  # s of the monotonic clock
+        ("compiles", "f8"),  # s, since when the rank compiles; 0 if it does not
+        ("length", "u2"),  # bytes of the text
+        ("text", "S102"),
+    ],
+    align=True,
+)
+
+# When a call began and ended, in s of the monotonic clock (`collectives.tracing.recorder`).
+CALL_TIMES = np.dtype([("began", "f8"), ("ended", "f8")], align=True)
+
+Block, State, Trace, CallTimes = map(structure, (BLOCK, STATE, TRACE, CALL_TIMES))

@@ -4,12 +4,13 @@ Both kinds of call meet as those of `collectives.node.reduce_kernels` do. What i
 slot at once (`one_shot_copy`). What is long is cut into rounds of a slot, these into parts of 32
 KiB (`pipelined_copy`):
 
-    the root of a broadcast      FILLED = k, part 0, PARTS, part 1, PARTS, ... wait for FILLED
-    another rank                 FILLED = k, wait for PARTS, read part 0, ...  wait for FILLED
+    the root of a broadcast      filled = k, part 0, parts, part 1, parts, ... wait for filled
+    another rank                 filled = k, wait for parts, read part 0, ...  wait for filled
 
-Who enters round k has read all that it needs of round k - 1, and tells that at once by FILLED, so
-that a slot is safe as in all rounds. What it then puts it tells by PARTS, which only grows. Nobody
-copies anything in the first round before all are known to make the same call.
+A rank that enters round k has read all that it needs of round k - 1, and publishes that at once by
+`filled`, so that a slot is safe as in all rounds. It publishes each part that it then stores by
+`parts`, which only grows. In the first round no rank copies before all have published the same
+call.
 
 2 ranks, 2 cores of an AMD EPYC that share a cache / that share none, broadcast of 1 MiB in us: by
 whole slots of 512 KiB 73 / 140, in parts 39 / 64; by Open MPI, whose receivers have the kernel read
@@ -20,15 +21,23 @@ from __future__ import annotations
 
 from typing import Any
 
-import numpy as np
 from numba import carray, njit
 
-from collectives.kernels.intrinsics import fence, load, pointer, store
-from collectives.node import control_block as w
+from collectives.kernels.intrinsics import fence, load, pointer, record, store
+from collectives.node.control_block import (
+    BLOCK,
+    COPY,
+    DONE,
+    MISMATCH,
+    PART_BYTES,
+    STREAMING,
+    WAITING,
+)
 from collectives.node.result_stores import begin_result, end_result, write_result
 from collectives.node.slot_stores import publish_flag, write_slot
 from collectives.node.store_autotuner import begin_stores, count_waits, end_stores
 from collectives.node.synchronization import (
+    FIELD,
     details_match,
     end,
     hashes_match,
@@ -43,26 +52,27 @@ from collectives.node.synchronization import (
 
 __all__ = ["pipelined_copy", "one_shot_copy"]
 
-# A row of the table of `one_shot_copy` and `pipelined_copy`: whose stream, its first byte, the one
-# after its last, and where they go, counted from OUT.
-PEER, FROM, TO, DEST = 0, 1, 2, 3
-
 
 @njit
 def _put_own(block: Any, dest: int, first: int, stop: int) -> None:
     """Put a part of this rank's stream where others read it, but for what nobody else wants."""
-    before, after = min(stop, max(first, block[w.KEPT])), max(first, min(stop, block[w.KEPT_TO]))
+    before, after = min(stop, max(first, block.own_first)), max(first, min(stop, block.own_stop))
     if before >= after:
         before = after = stop
-    write_slot(block, dest, block[w.SEND] + first, before - first)  # [fill]
-    write_slot(block, dest + after - first, block[w.SEND] + after, stop - after)  # [fill]
+    write_slot(block, dest, block.send + first, before - first)  # [fill]
+    write_slot(block, dest + after - first, block.send + after, stop - after)  # [fill]
 
 
 @njit
-def _copy_row(block: Any, row: int, source: int, first: int, stop: int, far: bool) -> None:
+def _table(block: Any) -> Any:
+    """Return what this rank wants of all streams."""
+    return carray(pointer(block.table), block.rows, COPY)
+
+
+@njit
+def _copy_row(block: Any, row: Any, source: int, first: int, stop: int, far: bool) -> None:
     """Copy a part of a stream, which begins at an address, to where this rank wants the row."""
-    table = carray(pointer(block[w.TABLE]), (block[w.ROWS], 4), np.int64)
-    dest = block[w.OUT] + table[row, DEST] + first - table[row, FROM]
+    dest = block.out + row.dest + first - row.first
     if dest != source:  # else it is in its place already
         write_result(block, dest, source, stop - first, far)
 
@@ -70,11 +80,10 @@ def _copy_row(block: Any, row: int, source: int, first: int, stop: int, far: boo
 @njit
 def _copy_own(block: Any, first: int, stop: int) -> None:
     """Copy what this rank wants of a window of its own stream."""
-    table = carray(pointer(block[w.TABLE]), (block[w.ROWS], 4), np.int64)
-    for row in range(block[w.ROWS]):
-        start, end = max(table[row, FROM], first), min(table[row, TO], stop)
-        if table[row, PEER] == block[w.RANK] and start < end:
-            _copy_row(block, row, block[w.SEND] + start, start, end, False)
+    for row in _table(block):
+        start, end = max(row.first, first), min(row.stop, stop)
+        if row.peer == block.rank and start < end:
+            _copy_row(block, row, block.send + start, start, end, False)
 
 
 def one_shot_copy(address: int) -> int:
@@ -83,35 +92,33 @@ def one_shot_copy(address: int) -> int:
     Broadcast, gather, all-gather, scatter and all-to-all differ only in who publishes what and who
     copies what. Nothing is copied where the ranks agree on the call, but not on its details.
     """
-    block = carray(pointer(address), w.WORDS, np.int64)
-    if block[w.PHASE] == 0:
+    block = record(address, BLOCK)
+    if block.phase == 0:
         number = next_round(block)  # [number]
         publish_hash(block, number)  # [hash]
         begin_stores(block, 0)
-        _put_own(block, slot(block, block[w.RANK], number), 0, block[w.COUNT])
-        publish_flag(block, w.FILLED, number)  # [filled]
-        block[w.PHASE] = 1
-    number = block[w.FIRST]
-    if not wait(block, w.FILLED, number):  # [all filled]
-        return w.WAITING
+        _put_own(block, slot(block, block.rank, number), 0, block.count)
+        publish_flag(block, FIELD.filled, number)  # [filled]
+        block.phase = 1
+    number = block.first_round
+    if not wait(block, FIELD.filled, number):  # [all filled]
+        return WAITING
     if not hashes_match(block):  # [hashes]
-        return end(block, w.MISMATCH, 1)
+        return end(block, MISMATCH, 1)
     if not details_match(block):  # [hashes]
-        return end(block, w.DONE, 1)
-    _copy_own(block, 0, block[w.COUNT])
-    table = carray(pointer(block[w.TABLE]), (block[w.ROWS], 4), np.int64)
-    for row in range(block[w.ROWS]):
-        peer, first = table[row, PEER], table[row, FROM]
-        if peer != block[w.RANK]:
-            source = slot(block, peer, number) + first  # [read]
-            _copy_row(block, row, source, first, table[row, TO], False)
-    return end(block, w.DONE, 1)
+        return end(block, DONE, 1)
+    _copy_own(block, 0, block.count)
+    for row in _table(block):
+        if row.peer != block.rank:
+            source = slot(block, row.peer, number) + row.first  # [read]
+            _copy_row(block, row, source, row.first, row.stop, False)
+    return end(block, DONE, 1)
 
 
 @njit
 def _part_number(block: Any, number: int, part: int) -> int:
     """Return how many parts a rank has put, as told, after one of a round; it only grows."""
-    return number * -(-block[w.SLOT_BYTES] // w.PART_BYTES) + part + 1
+    return number * -(-block.slot_bytes // PART_BYTES) + part + 1
 
 
 @njit
@@ -120,82 +127,80 @@ def _slot_offset(block: Any, rank: int, number: int) -> int:
 
     So that it is stored into lines that the readers' level 2 caches have dropped by then.
     """
-    fit = max(1, block[w.SLOT_BYTES] // block[w.LONGEST])
-    return slot(block, rank, number) + number // 2 % fit * block[w.LONGEST]
+    fit = max(1, block.slot_bytes // block.longest_bytes)
+    return slot(block, rank, number) + number // 2 % fit * block.longest_bytes
 
 
 @njit
 def _put_parts(block: Any, turn: int) -> None:
     """Fill this rank's slot for a round of a flow, and tell of each part."""
-    number, window = block[w.FIRST] + turn, turn * block[w.SLOT_BYTES]
-    own = _slot_offset(block, block[w.RANK], number)
-    stop = min(block[w.COUNT], window + block[w.SLOT_BYTES])
-    for first in range(window, stop, w.PART_BYTES):
-        _put_own(block, own + first - window, first, min(stop, first + w.PART_BYTES))
-        store(header(block, block[w.RANK]) + 8 * w.STORED, state(block)[w.WAY])  # [hint]
-        told = _part_number(block, number, (first - window) // w.PART_BYTES)
-        publish_flag(block, w.PARTS, told)  # [part]
+    number, window = block.first_round + turn, turn * block.slot_bytes
+    own = _slot_offset(block, block.rank, number)
+    stop = min(block.count, window + block.slot_bytes)
+    for first in range(window, stop, PART_BYTES):
+        _put_own(block, own + first - window, first, min(stop, first + PART_BYTES))
+        store(header(block, block.rank) + FIELD.part_mode, state(block).store_mode)  # [hint]
+        told = _part_number(block, number, (first - window) // PART_BYTES)
+        publish_flag(block, FIELD.parts, told)  # [part]
 
 
 @njit
 def _copy_parts(block: Any, turn: int) -> bool:
     """Copy what this rank wants of the others' slots, part by part; False if one has not come."""
-    number, window = block[w.FIRST] + turn, turn * block[w.SLOT_BYTES]
-    table = carray(pointer(block[w.TABLE]), (block[w.ROWS], 4), np.int64)
-    if block[w.AT] == 0:
-        _copy_own(block, window, window + block[w.SLOT_BYTES])
-    while block[w.AT] * w.PART_BYTES < block[w.SLOT_BYTES]:
-        at = window + block[w.AT] * w.PART_BYTES
-        stop = min(at + w.PART_BYTES, window + block[w.SLOT_BYTES])
-        told = _part_number(block, number, block[w.AT])
-        for row in range(block[w.ROWS]):
-            peer = table[row, PEER]
-            first, last = max(table[row, FROM], at), min(table[row, TO], stop)
-            if peer != block[w.RANK] and first < last:
-                if not wait_for(block, peer, told):  # [part is there]
+    number, window = block.first_round + turn, turn * block.slot_bytes
+    if block.parts_read == 0:
+        _copy_own(block, window, window + block.slot_bytes)
+    while block.parts_read * PART_BYTES < block.slot_bytes:
+        at = window + block.parts_read * PART_BYTES
+        stop = min(at + PART_BYTES, window + block.slot_bytes)
+        told = _part_number(block, number, block.parts_read)
+        for row in _table(block):
+            first, last = max(row.first, at), min(row.stop, stop)
+            if row.peer != block.rank and first < last:
+                if not wait_for(block, row.peer, told):  # [part is there]
                     return False
-                far = load(header(block, peer) + 8 * w.STORED) == w.STREAMING  # [hint]
-                source = _slot_offset(block, peer, number) + first - window  # [read]
+                far = load(header(block, row.peer) + FIELD.part_mode) == STREAMING  # [hint]
+                source = _slot_offset(block, row.peer, number) + first - window  # [read]
                 _copy_row(block, row, source, first, last, far)
-        block[w.AT] += 1
-    block[w.AT] = 0
+        block.parts_read += 1
+    block.parts_read = 0
     fence()  # [results] that were stored past the caches
     return True
 
 
 def pipelined_copy(address: int) -> int:
     """As `one_shot_copy`, for streams of many parts: each is read while the next is put."""
-    block = carray(pointer(address), w.WORDS, np.int64)
-    if block[w.PHASE] == 0:
+    block = record(address, BLOCK)
+    if block.phase == 0:
         publish_hash(block, next_round(block))  # [number] [hash]
-        begin_stores(block, block[w.LONGEST])
-        begin_result(block, block[w.TAKEN])
-        block[w.PHASE] = 1
-    while block[w.DONE_ROUNDS] < block[w.ROUNDS]:
-        turn = block[w.DONE_ROUNDS]
-        number = block[w.FIRST] + turn
-        if block[w.PHASE] == 1:
-            publish_flag(block, w.FILLED, number)  # [filled]
+        begin_stores(block, block.longest_bytes)
+        begin_result(block, block.want_bytes)
+        block.phase = 1
+    while block.done_rounds < block.rounds:
+        turn = block.done_rounds
+        number = block.first_round + turn
+        if block.phase == 1:
+            publish_flag(block, FIELD.filled, number)  # [filled]
             _put_parts(block, turn)
-            block[w.PHASE] = 2
-        if block[w.PHASE] == 2 and turn == 0:  # nobody copies before all are known to be alike
-            if not wait(block, w.FILLED, number):  # [all filled]
-                return w.WAITING
+            block.phase = 2
+        if block.phase == 2 and turn == 0:  # nobody copies before all are known to be alike
+            if not wait(block, FIELD.filled, number):  # [all filled]
+                return WAITING
             if not hashes_match(block):  # [hashes]
-                return end(block, w.MISMATCH, 1)
+                return end(block, MISMATCH, 1)
             if not details_match(block):  # [hashes]
-                return end(block, w.DONE, 1)
+                return end(block, DONE, 1)
             count_waits(block)
-        if block[w.PHASE] == 2:
-            block[w.PHASE] = 3
-        if block[w.PHASE] == 3:
+        if block.phase == 2:
+            block.phase = 3
+        if block.phase == 3:
             if not _copy_parts(block, turn):
-                return w.WAITING
-            block[w.PHASE] = 4
-        if not wait(block, w.FILLED, number):  # [all filled]
-            return w.WAITING
-        block[w.DONE_ROUNDS] = turn + 1
-        block[w.PHASE] = 1
+                return WAITING
+            block.phase = 4
+        if not wait(block, FIELD.filled, number):  # [all filled]
+            return WAITING
+        block.done_rounds = turn + 1
+        block.phase = 1
     end_result(block)
     end_stores(block)
-    return end(block, w.DONE, block[w.ROUNDS])
+    return end(block, DONE, block.rounds)

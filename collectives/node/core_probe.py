@@ -14,7 +14,7 @@ from typing import Any
 from numba import njit
 
 from collectives.kernels.intrinsics import copy, store_fence_full
-from collectives.node import control_block as w
+from collectives.node.control_block import FAR, NEAR, TILE_BYTES
 from collectives.node.synchronization import now, state
 
 __all__ = ["LEAST_TIMED", "MOST_TIMED", "has_moved"]
@@ -34,7 +34,7 @@ _ENOUGH = 2
 # Bytes that are stored between two timings; after a change, which a moment may have caused, fewer.
 _BETWEEN, _SOON = 1 << 25, 1 << 18
 # Of a piece that is worth a timing.
-LEAST_TIMED, MOST_TIMED = 1 << 12, w.TILE_BYTES
+LEAST_TIMED, MOST_TIMED = 1 << 12, TILE_BYTES
 
 
 @njit
@@ -45,7 +45,7 @@ def has_moved(block: Any, dest: int, source: int, nbytes: int) -> bool:
     `tell` finds that this rank does not stream any more.
     """
     own = state(block)
-    near = block[w.SCRATCH]
+    near = block.scratch
     copy(near, source, nbytes)  # where the bytes come from should not matter
     head = -dest % _LINE
     fastest = 1 << 62
@@ -59,13 +59,13 @@ def has_moved(block: Any, dest: int, source: int, nbytes: int) -> bool:
         fastest = min(fastest, now(block) - began)
     copy(dest, near, nbytes)
     store_fence_full()  # [change]
-    own[w.LINE_NS] = max(1, fastest // _GROUP)
-    place = w.FAR if own[w.LINE_NS] >= _FAR else w.NEAR
-    own[w.AGAINST] = 0 if place == own[w.PLACE] else own[w.AGAINST] + 1
-    own[w.LEFT] = 0 if own[w.AGAINST] else _BETWEEN
-    if own[w.AGAINST] < _ENOUGH:
+    own.line_ns = max(1, fastest // _GROUP)
+    place = FAR if own.line_ns >= _FAR else NEAR
+    own.contrary_probes = 0 if place == own.core_distance else own.contrary_probes + 1
+    own.bytes_until_probe = 0 if own.contrary_probes else _BETWEEN
+    if own.contrary_probes < _ENOUGH:
         return False
-    own[w.PLACE] = place
-    own[w.AGAINST] = 0
-    own[w.LEFT] = _SOON
+    own.core_distance = place
+    own.contrary_probes = 0
+    own.bytes_until_probe = _SOON
     return True

@@ -9,9 +9,9 @@ filled, and up to which round its result is ready. Everything else follows from 
 
     rank 0            rank 1                 rank 0                     rank 1
     x -> slot 0       y -> slot 1            b0 -> slot 0               a1 -> slot 1
-    FILLED            FILLED                 FILLED                     FILLED
+    filled            filled                 filled                     filled
     x + slot 1        slot 0 + y             a0 + slot 1 -> slot 0      slot 0 + b1 -> slot 1
-                                             READY (next b0 is there)   READY
+                                             ready (next b0 is there)   ready
                                              take b from slot 1         take a from slot 0
 
     arrays from `shared_empty`: rank 0 adds chunk a of both arrays and writes it to both, rank 1
@@ -40,10 +40,11 @@ multi-cores", SC23, section 3.
 from __future__ import annotations
 
 import contextlib
+import ctypes
 import functools
 import os
 from collections.abc import Sequence
-from typing import TYPE_CHECKING, NamedTuple
+from typing import TYPE_CHECKING, Any, NamedTuple
 
 import numpy as np
 
@@ -56,7 +57,28 @@ from collectives.core.settings import Stores
 from collectives.kernels import machine_code
 from collectives.kernels.loops import loops, reversed_loop, reversed_name
 from collectives.kernels.loops import names as loop_names
-from collectives.node import control_block, kernel_selection, segment, temporary_directories
+from collectives.node import kernel_selection, segment, temporary_directories
+from collectives.node.control_block import (
+    COPY,
+    DONE,
+    FAR,
+    HEADER,
+    MAX_EVENTS,
+    NEAR,
+    NOTED,
+    PART_BYTES,
+    PLAIN,
+    STATUS_ENTRY,
+    STREAMING,
+    TILE_BYTES,
+    WAITING,
+    WANT_ALL,
+    WANT_NONE,
+    WANT_OWN,
+    Block,
+    State,
+    Trace,
+)
 from collectives.node.shared_arrays import SharedArrays
 from collectives.transport import liveness
 from collectives.transport.backoff import Backoff, CompletedWait, Deadline, this_thread
@@ -68,7 +90,7 @@ if TYPE_CHECKING:
     # Of a block; perhaps also where to note the times of the call, and its number.
     Kernel = Callable[..., int]
 
-__all__ = ["Engine", "CopyTable", "KernelCall", "compile_ahead", "start"]
+__all__ = ["CopyTable", "Engine", "Event", "KernelCall", "compile_ahead", "start"]
 
 # With many ranks a slot grows, so that a rank's piece of it keeps at least 16 KiB, up to 1 MiB.
 _PIECE_BYTES = 1 << 14
@@ -78,9 +100,6 @@ _MOST_SLOT_BYTES = 1 << 20
 # they meet. Reduce-scatter and all-gather of 16 MiB, 2 ranks on each of 4 machines that share 2
 # cores, slots of 512 KiB / 1 MiB / 4 MiB, in ms: 120 / 84 / 60 (by messages 48, shared arrays 36).
 SLOT_BYTES_OF_PART = 1 << 20
-
-# Bytes for the note of a rank's last call (`collectives.tracing.peer_status`).
-NOTE_BYTES = 128
 
 _PAGE = 4096
 
@@ -101,6 +120,9 @@ _kind = functools.partial(machine_code.function, _ROUNDS, arguments=3)
 # Parts of other ranks' streams: rank, first byte, byte after the last, and where the bytes go.
 CopyTable = Sequence[tuple[int, int, int, int]]
 
+# The fields of a `control_block.EVENT`.
+Event = Sequence[int]
+
 
 def compile_ahead() -> None:
     """Let another process compile the kinds of calls that were never made on this machine."""
@@ -111,10 +133,16 @@ def compile_ahead() -> None:
 
 
 class KernelCall(NamedTuple):
-    """A call, ready to be driven: kernel, block, and the memory that the block points to."""
+    """A call, ready to run: kernel, block, and the memory that the block points to.
+
+    Attributes:
+        kernel: compiled code that takes the address of the block.
+        block: a `control_block.Block`.
+        keep: arrays whose addresses the block holds.
+    """
 
     kernel: Kernel
-    block: Array
+    block: Any
     keep: tuple[Array, ...]
 
 
@@ -129,7 +157,7 @@ def start(transport: Transport, directory: str | None, deadline: Deadline) -> En
     slot = max(kernel_selection.SLOT_BYTES, min(_MOST_SLOT_BYTES, transport.size * _PIECE_BYTES))
     if transport.parent is not transport:
         slot = max(slot, SLOT_BYTES_OF_PART)
-    headers = -(-transport.size * (control_block.HEADER_BYTES + NOTE_BYTES) // _PAGE) * _PAGE
+    headers = -(-transport.size * (HEADER.itemsize + STATUS_ENTRY.itemsize) // _PAGE) * _PAGE
     memory = segment.create(transport, headers, 2 * slot, directory, deadline)
     if memory is None:
         return None
@@ -166,13 +194,13 @@ class Engine:
     Args:
         transport: the ranks; serves for errors only. Where it is a part of a larger group, they
             name ranks by their numbers there.
-        memory: the segment: headers, notes of the ranks' last calls, then two slots per rank.
+        memory: the segment: headers, status entries, then two slots per rank.
         headers: bytes in front of the slots.
         slot: bytes of a slot.
         living: tells which ranks have died.
 
     Attributes:
-        notes: memory of the notes, shape (size * NOTE_BYTES,), uint8.
+        status_entries: the ranks' last calls, shape (size,), dtype `control_block.STATUS_ENTRY`.
         rank: this rank among them.
         size: how many there are.
         driven: how many calls this rank has begun to `run`.
@@ -189,51 +217,45 @@ class Engine:
         self._living = living
         self._gone: tuple[int, Backoff] | None = None  # rank that has left, and in which wait
         self.last_call: Callable[[int], str] = str
-        first = transport.size * control_block.HEADER_BYTES
-        self.notes = memory[first : first + transport.size * NOTE_BYTES]
+        first = transport.size * HEADER.itemsize
+        last = first + transport.size * STATUS_ENTRY.itemsize
+        self.status_entries = memory[first:last].view(STATUS_ENTRY)
         self.rank = transport.rank
         self.size = transport.size
         self.driven = 0
         self._memory = memory
         self._slot = slot
-        self._state = np.zeros(control_block.STATE_WORDS, np.int64)
+        self._state = State()
         self.set_store_mode("auto")
-        self._times = np.zeros(control_block.FIRST_NOTE, np.int64)
-        self._notes = self._times.data
-        self._scratch = np.empty(4 * control_block.TILE_BYTES, np.uint8)
+        self._trace: Any = None  # a Trace once tracing has been enabled
+        self._events: Any = None  # its events, shape (MAX_EVENTS, 4)
+        self._scratch = np.empty(4 * TILE_BYTES, np.uint8)
         self.shared = SharedArrays(self.rank, self.size)
         base = address(memory)
         self._crowded = crowded = self.size > (os.cpu_count() or 1)
         # Whether a second busy thread of every rank takes a core from somebody.
         self._two_are_many = 2 * self.size > (os.cpu_count() or 1)
-        self._template = np.zeros(control_block.WORDS, np.int64)
-        for word, value in (
-            (control_block.RANK, self.rank),
-            (control_block.SIZE, self.size),
-            (control_block.HEADERS, base),
-            (control_block.SLOTS, base + headers),
-            (control_block.SLOT_BYTES, slot),
-            (control_block.STATE, address(self._state)),
-            (control_block.SCRATCH, address(self._scratch)),
-            (control_block.SPINS, _SPINS_CROWDED if crowded else _SPINS),
-            (control_block.YIELDS, _YIELDS),
-            (control_block.NOTE, address(self.notes) + self.rank * NOTE_BYTES),
-        ):
-            self._template[word] = value
+        self._template = Block(
+            rank=self.rank,
+            size=self.size,
+            headers=base,
+            slots=base + headers,
+            slot_bytes=slot,
+            state=ctypes.addressof(self._state),
+            scratch=address(self._scratch),
+            spins=_SPINS_CROWDED if crowded else _SPINS,
+            yields=_YIELDS,
+            status_entry=address(self.status_entries[self.rank :]),
+        )
 
     def set_store_mode(self, stores: Stores) -> None:
         """Say how this rank hands bytes to others, or let it measure; the others may do otherwise.
 
         Every rank has its own way, which it may change between two stores: the bits do not.
         """
-        self._state[control_block.FIXED] = stores != "auto"
-        self._state[control_block.WAY] = (
-            control_block.STREAMING if stores == "streaming" else control_block.PLAIN
-        )
-        self._state[control_block.NEAR_WAY], self._state[control_block.FAR_WAY] = (
-            control_block.PLAIN,
-            control_block.STREAMING,
-        )
+        self._state.store_forced = stores != "auto"
+        self._state.store_mode = STREAMING if stores == "streaming" else PLAIN
+        self._state.default_mode[NEAR], self._state.default_mode[FAR] = PLAIN, STREAMING
 
     @property
     def stores(self) -> tuple[str, int]:
@@ -242,10 +264,8 @@ class Engine:
         The second is how many nanoseconds a plain store takes into a line of the cache that another
         rank has read; 0 if not measured.
         """
-        way = "plain" if self._state[control_block.WAY] == control_block.PLAIN else "streaming"
-        return way, 0 if self._state[control_block.FIXED] else int(
-            self._state[control_block.LINE_NS]
-        )
+        way = "plain" if self._state.store_mode == PLAIN else "streaming"
+        return way, 0 if self._state.store_forced else self._state.line_ns
 
     def agree(self, digest: int, deadline: Deadline) -> bool:
         """Wait for all ranks; tell whether they bring the same digest of their call."""
@@ -277,17 +297,14 @@ class Engine:
         needed = [(_ROUNDS, kind), *loop_names(send.dtype, op.value, of_two=self.size == 2), last]
         machine_code.ensure([name for name in needed if name is not None])
         block = self._block(digest, send, out, op)
-        block[control_block.COUNT], block[control_block.AMONG] = send.size, among
-        block[control_block.BOUNDS], block[control_block.TAKE] = (
-            address(bounds),
-            control_block.TAKE_ALL,
-        )
+        block.count, block.result_group_bytes = send.size, among
+        block.bounds, block.want = address(bounds), WANT_ALL
         if place is not None:
             table = self.shared.addresses(place)
-            block[control_block.TABLE] = address(table)
+            block.table = address(table)
             return KernelCall(_kind(kind), block, (bounds, table))
         if has_behind:
-            block[control_block.BEHIND] = reversed_loop(send.dtype, op.value)
+            block.add_reversed = reversed_loop(send.dtype, op.value)
         return KernelCall(_kind(kind), block, (bounds,))
 
     def plan_reduce(
@@ -296,10 +313,8 @@ class Engine:
         """As `plan_allreduce`, with the result on the root only; `out` is None elsewhere."""
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
         block = self._block(digest, send, out, op)
-        block[control_block.BOUNDS] = address(bounds)
-        block[control_block.TAKE] = (
-            control_block.TAKE_ALL if self.rank == root else control_block.TAKE_NONE
-        )
+        block.bounds = address(bounds)
+        block.want = WANT_ALL if self.rank == root else WANT_NONE
         return KernelCall(_kind("pipelined"), block, (bounds,))
 
     def plan_reduce_scatter(
@@ -311,10 +326,7 @@ class Engine:
         """
         table = np.array(bounds, np.int64)
         block = self._block(digest, send, out, op)
-        block[control_block.BOUNDS], block[control_block.TAKE] = (
-            address(table),
-            control_block.TAKE_OWN,
-        )
+        block.bounds, block.want = address(table), WANT_OWN
         return KernelCall(_kind("pipelined"), block, (table,))
 
     def publish(
@@ -335,7 +347,7 @@ class Engine:
         nbytes = 0 if stream is None else stream.nbytes
         work = self.plan_publish(nbytes, rows, digest, longest, kept)
         if stream is not None:
-            work.block[control_block.SEND] = address(stream)
+            work.block.send = address(stream)
         return self.run(work, deadline)
 
     def plan_publish(
@@ -346,21 +358,19 @@ class Engine:
 
         Rows go to places counted from the address of the result; the rest as for `publish`. What
         ranks know of the call beside its digest, by a hash, is its `detail`, 0 on all of them if
-        there is none: where they differ in that alone nothing moves, `words.UNLIKE` says so, and
-        it is no error.
+        there is none: where they differ in that alone nothing moves, the block's
+        `detail_mismatch` is set, and it is no error.
         """
-        table = np.array(rows, np.int64).reshape(-1, 4)
+        table = np.array(rows, COPY)
         block = self._block(digest, None, None)
-        block[control_block.COUNT] = nbytes
-        block[control_block.TABLE], block[control_block.ROWS] = address(table), len(rows)
-        block[control_block.KEPT], block[control_block.KEPT_TO] = kept
-        block[control_block.ROUNDS] = -(-longest // self._slot)
-        block[control_block.DETAIL] = detail
-        block[control_block.LONGEST] = (
-            -(-longest // control_block.PART_BYTES) * control_block.PART_BYTES
-        )
-        kind = "one_shot_copy" if longest <= control_block.PART_BYTES else "pipelined_copy"
-        block[control_block.TAKEN] = sum(stop - first for _, first, stop, _ in rows)
+        block.count = nbytes
+        block.table, block.rows = address(table), len(rows)
+        block.own_first, block.own_stop = kept
+        block.rounds = -(-longest // self._slot)
+        block.detail = detail
+        block.longest_bytes = -(-longest // PART_BYTES) * PART_BYTES
+        block.want_bytes = sum(stop - first for _, first, stop, _ in rows)
+        kind = "one_shot_copy" if longest <= PART_BYTES else "pipelined_copy"
         return KernelCall(_kind(kind), block, (table,))
 
     def run(self, work: KernelCall, deadline: Deadline, status: int | None = None) -> bool:
@@ -374,36 +384,36 @@ class Engine:
         Raises:
             CollectiveTimeout: a rank has not come in time.
         """
-        kernel, block = work.kernel, address(work.block)
+        kernel, block = work.kernel, ctypes.addressof(work.block)
         self.driven += 1
         if status is None:
             status = kernel(block)
-        standing: tuple[int, int] | None = None
-        while status == control_block.WAITING:
+        before: tuple[int, int] | None = None
+        while status == WAITING:
             # What comes after a long wait is quick again, so that each thing has a wait of its own.
-            stands = work.block[control_block.PHASE], work.block[control_block.DONE_ROUNDS]
-            if stands != standing:
-                standing, wait = stands, Backoff(self._first_nap)
+            progress = work.block.phase, work.block.done_rounds
+            if progress != before:
+                before, wait = progress, Backoff(self._first_nap)
             self._pause(work.block, deadline, wait)
             status = kernel(block)
-        return status in (control_block.DONE, control_block.NOTED)
+        return status in (DONE, NOTED)
 
     def enable_tracing(self, wanted: bool) -> None:
         """Note from now on when calls begin, wait and end, or do so no more."""
-        if wanted and self._times.size < control_block.TIMES_WORDS:
-            self._times = np.zeros(
-                control_block.TIMES_WORDS, np.int64
-            )  # for good: a call may be under way
-            self._notes = self._times.data
+        if wanted and self._trace is None:
+            self._trace = Trace()  # kept when tracing ends, because a call may be under way
+            self._events = np.frombuffer(self._trace.events, np.int64).reshape(MAX_EVENTS, -1).data
         if wanted:
-            self._notes[control_block.NOTES] = self._notes[control_block.SINCE] = 0
-        self._state[control_block.TIMES] = address(self._times) if wanted else 0
+            self._trace.count = self._trace.wait_began = 0
+        self._state.trace = ctypes.addressof(self._trace) if wanted else 0
 
-    def noted(self) -> list[int]:
-        """Return what was noted since the last time, `words.NOTE_WORDS` numbers for each note."""
-        count = self._notes[control_block.NOTES]
-        self._notes[control_block.NOTES] = 0
-        return self._notes[control_block.FIRST_NOTE :][: control_block.NOTE_WORDS * count].tolist()
+    def noted(self) -> list[Event]:
+        """Return the events since the last call of this method."""
+        if self._trace is None:
+            return []
+        count, self._trace.count = self._trace.count, 0
+        events: list[Event] = self._events[:count].tolist()
+        return events
 
     @property
     def _first_nap(self) -> float:
@@ -411,10 +421,10 @@ class Engine:
         in_background = self._two_are_many and this_thread.stop is not None
         return _BACKGROUND_NAP_SECONDS if in_background else 0.0
 
-    def _pause(self, block: Array, deadline: Deadline, wait: Backoff) -> None:
+    def _pause(self, block: Any, deadline: Deadline, wait: Backoff) -> None:
         """Look at the clock between two calls of a kernel that waits."""
         whole = self._transport.parent
-        missing = int(block[control_block.MISSING])
+        missing = block.missing_rank
         number = self._transport.parent_rank(missing)
         absent = CompletedWait(
             f"{whole.name([number])} to enter the call", (number,), has_come=False
@@ -454,14 +464,14 @@ class Engine:
 
     def _block(
         self, digest: int, send: Array | None, out: Array | None, op: Op | None = None
-    ) -> Array:
+    ) -> Any:
         """Describe a call as far as all kinds of calls are alike."""
-        block: Array = self._template.copy()
-        block[control_block.HASH] = digest
-        block[control_block.SEND] = 0 if send is None else address(send)
-        block[control_block.OUT] = 0 if out is None else address(out)
+        block = Block.from_buffer_copy(self._template)
+        block.hash = digest
+        block.send = 0 if send is None else address(send)
+        block.out = 0 if out is None else address(out)
         if op is not None and send is not None:
-            block[control_block.WIDTH] = send.itemsize
-            first = control_block.FILL
-            block[first : first + 4] = loops(send.dtype, op.value, of_two=self.size == 2)
+            block.itemsize = send.itemsize
+            found = loops(send.dtype, op.value, of_two=self.size == 2)
+            block.fill, block.start, block.add, block.save = found
         return block

@@ -3,21 +3,20 @@
 Each kind of call (`one_shot` ...) works until it is done or has waited for long; kinds that only
 move bytes are in `collectives.node.copy_kernels`. What happens to single elements is up to the
 loops of `collectives.kernels.loops`, whose addresses the block holds; so each kind is compiled
-once, whatever the dtype. Words, headers and slots are explained in
-`collectives.node.control_block`.
+once, whatever the dtype. `collectives.node.control_block` explains blocks, headers and slots.
 
 Round k uses slot k mod 2 of every rank. In a round each rank
 
-    1. fills its slot, then stores k in its word FILLED,
-    2. waits until FILLED >= k on all ranks,
+    1. fills its slot, then stores k in `filled` of its header,
+    2. waits until `filled` >= k on all ranks,
     3. reads the slots of others;
-    4. where it makes something that others read: writes it to its slot, stores k in its word READY,
-       waits until READY >= k on all ranks, and reads what the others have made.
+    4. where it makes something that others read: writes it to its slot, stores k in `ready` of its
+       header, waits until `ready` >= k on all ranks, and reads what the others have made.
 
-Why a slot may be filled again in round k + 2: before that its rank has seen either READY >= k, or
-FILLED >= k + 1, on all ranks, and each of them stores these only after it has read all that it
-needs of round k. Why hashes lie in two words, by the parity of a call's first round: a rank that is
-one call ahead must not overwrite what a slow one still compares.
+Why a slot may be filled again in round k + 2: before that its rank has seen either `ready` >= k, or
+`filled` >= k + 1, on all ranks, and each of them stores these only after it has read all that it
+needs of round k. A header has two hashes, by the parity of a call's first round, because a rank
+that is one call ahead must not overwrite the hash that a slow rank still compares.
 
 [Words] in brackets name the steps of the model in `tests/unit/node/protocol.py`, which tries every
 order in which processors may take them: what one of the two does for others, the other does, too.
@@ -32,13 +31,33 @@ import numpy as np
 from numba import carray, njit
 
 from collectives.kernels import numba_compiler
-from collectives.kernels.intrinsics import call_binary, call_unary, copy, fence, pointer
-from collectives.node import control_block as w
+from collectives.kernels.intrinsics import (
+    call_binary,
+    call_unary,
+    copy,
+    fence,
+    pointer,
+    record,
+)
+from collectives.node.control_block import (
+    BLOCK,
+    DONE,
+    ELSEWHERE,
+    IN_PLACE,
+    MISMATCH,
+    TILE,
+    TILE_BYTES,
+    WAITING,
+    WANT_ALL,
+    WANT_NONE,
+    WANT_OWN,
+)
 from collectives.node.copy_kernels import one_shot_copy, pipelined_copy
 from collectives.node.result_stores import begin_result, end_result, write_result
 from collectives.node.slot_stores import publish_flag, write_slot
 from collectives.node.store_autotuner import begin_stores, end_stores
 from collectives.node.synchronization import (
+    FIELD,
     all_equal,
     begins,
     end,
@@ -66,23 +85,23 @@ _LONG_BYTES, _HANDED_OVER_OF_LONG = 1 << 23, 1 << 17
 @njit
 def _fill(block: Any, dest: int, source: int, n: int) -> None:
     """Copy a contribution to where others read it."""
-    width = block[w.WIDTH]
-    if not block[w.FILL]:
+    width = block.itemsize
+    if not block.fill:
         write_slot(block, dest, source, n * width)  # [fill]
         return
-    for at in range(0, n, w.TILE):
-        few = min(w.TILE, n - at)
-        call_unary(block[w.FILL], block[w.SCRATCH], source + at * width, few, block[w.SIZE])
-        write_slot(block, dest + at * width, block[w.SCRATCH], few * width)  # [fill]
+    for at in range(0, n, TILE):
+        few = min(TILE, n - at)
+        call_unary(block.fill, block.scratch, source + at * width, few, block.size)
+        write_slot(block, dest + at * width, block.scratch, few * width)  # [fill]
 
 
 @njit
 def _own_contribution(block: Any, source: int, n: int, rank: int) -> int:
     """Return where a contribution that lies in no slot can be read as one that does."""
-    if not block[w.FILL]:
+    if not block.fill:
         return source
-    part = block[w.SCRATCH] + (2 + rank % 2) * w.TILE_BYTES  # two are combined at a time
-    call_unary(block[w.FILL], part, source, n, block[w.SIZE])
+    part = block.scratch + (2 + rank % 2) * TILE_BYTES  # two are combined at a time
+    call_unary(block.fill, part, source, n, block.size)
     return part
 
 
@@ -90,33 +109,33 @@ def _own_contribution(block: Any, source: int, n: int, rank: int) -> int:
 def _accumulate(block: Any, total: int, source: int, n: int, rank: int) -> None:
     """Go on with a sum in rank order."""
     if rank == 0:
-        block[w.EARLIER] = source
+        block.previous_part = source
     elif rank == 1:
-        call_binary(block[w.START], total, block[w.EARLIER], source, n)
+        call_binary(block.start, total, block.previous_part, source, n)
     else:
-        call_unary(block[w.ADD], total, source, n, block[w.SIZE])
+        call_unary(block.add, total, source, n, block.size)
 
 
 @njit
 def _save(block: Any, total: int, n: int) -> int:
     """Return where a sum that has grown in a tile lies in the type of the arrays."""
-    if not block[w.SAVE]:
+    if not block.save:
         return total
-    call_unary(block[w.SAVE], total + w.TILE_BYTES, total, n, block[w.SIZE])
-    return total + w.TILE_BYTES
+    call_unary(block.save, total + TILE_BYTES, total, n, block.size)
+    return total + TILE_BYTES
 
 
 @njit
 def _combine_all(block: Any, at: int, n: int) -> None:
     """Combine so many elements of all ranks, each of whose slots is read."""
-    offset = at * block[w.WIDTH]
-    dest = block[w.OUT] + offset
-    total = block[w.SCRATCH] if block[w.SAVE] else dest
-    for rank in range(block[w.SIZE]):
-        source = slot(block, rank, block[w.FIRST]) + offset  # [read]
+    offset = at * block.itemsize
+    dest = block.out + offset
+    total = block.scratch if block.save else dest
+    for rank in range(block.size):
+        source = slot(block, rank, block.first_round) + offset  # [read]
         _accumulate(block, total, source, n, rank)
-    if block[w.SAVE]:
-        call_unary(block[w.SAVE], dest, total, n, block[w.SIZE])
+    if block.save:
+        call_unary(block.save, dest, total, n, block.size)
 
 
 @njit
@@ -129,16 +148,16 @@ def _combine_two(block: Any, number: int, start: int, at: int, n: int) -> None:
     Two slots, whose addresses differ by a power of two, drive each other's lines out of the level 1
     cache of some processors.
     """
-    me, offset = block[w.RANK], (start + at) * block[w.WIDTH]
-    dest = block[w.OUT] + offset
-    own = block[w.SEND] + offset
-    theirs = slot(block, 1 - me, number) + at * block[w.WIDTH]  # [read]
+    me, offset = block.rank, (start + at) * block.itemsize
+    dest = block.out + offset
+    own = block.send + offset
+    theirs = slot(block, 1 - me, number) + at * block.itemsize  # [read]
     if own == dest:
-        call_unary(block[w.ADD] if me == 0 else block[w.BEHIND], dest, theirs, n, 2)
+        call_unary(block.add if me == 0 else block.add_reversed, dest, theirs, n, 2)
     elif me == 0:
-        call_binary(block[w.START], dest, own, theirs, n)
+        call_binary(block.start, dest, own, theirs, n)
     else:
-        call_binary(block[w.START], dest, theirs, own, n)
+        call_binary(block.start, dest, theirs, own, n)
 
 
 def one_shot(address: int) -> int:
@@ -146,40 +165,40 @@ def one_shot(address: int) -> int:
 
     All ranks combine in rank order, so all get the same bits.
     """
-    block = carray(pointer(address), w.WORDS, np.int64)
-    count = block[w.COUNT]
-    if block[w.PHASE] == 0:
+    block = record(address, BLOCK)
+    count = block.count
+    if block.phase == 0:
         number = next_round(block)  # [number]
-        begin_stores(block, count * block[w.WIDTH])
-        _fill(block, slot(block, block[w.RANK], number), block[w.SEND], count)
+        begin_stores(block, count * block.itemsize)
+        _fill(block, slot(block, block.rank, number), block.send, count)
         publish_hash(block, number)  # [hash]
-        publish_flag(block, w.FILLED, number)  # [filled]
-        block[w.PHASE] = 1
-    if not wait(block, w.FILLED, block[w.FIRST]):  # [all filled]
-        return w.WAITING
+        publish_flag(block, FIELD.filled, number)  # [filled]
+        block.phase = 1
+    if not wait(block, FIELD.filled, block.first_round):  # [all filled]
+        return WAITING
     if not hashes_match(block):  # [hashes]
-        return end(block, w.MISMATCH, 1)
-    for at in range(0, count, w.TILE):
-        n = min(w.TILE, count - at)
-        if block[w.SIZE] == 2:
-            _combine_two(block, block[w.FIRST], 0, at, n)
+        return end(block, MISMATCH, 1)
+    for at in range(0, count, TILE):
+        n = min(TILE, count - at)
+        if block.size == 2:
+            _combine_two(block, block.first_round, 0, at, n)
         else:
             _combine_all(block, at, n)
     end_stores(block)
-    return end(block, w.DONE, 1)
+    return end(block, DONE, 1)
 
 
 @njit
 def _piece(block: Any) -> int:
     """Return the bytes of a piece: a rank's part of a slot, in whole cache lines."""
-    return block[w.SLOT_BYTES] // block[w.SIZE] // 64 * 64
+    return block.slot_bytes // block.size // 64 * 64
 
 
 @njit
 def _span(block: Any, owner: int, turn: int) -> tuple[int, int]:
     """Return the first element of a piece of a rank's chunk, and how many it has."""
-    bounds = carray(pointer(block[w.BOUNDS]), block[w.SIZE] + 1, np.int64)
-    length = _piece(block) // block[w.WIDTH]
+    bounds = carray(pointer(block.bounds), block.size + 1, np.int64)
+    length = _piece(block) // block.itemsize
     start = bounds[owner] + turn * length
     return start, max(0, min(length, bounds[owner + 1] - start))
 
@@ -187,74 +206,74 @@ def _span(block: Any, owner: int, turn: int) -> tuple[int, int]:
 @njit
 def _round_count(block: Any) -> int:
     """Return the rounds that the longest chunk needs."""
-    bounds = carray(pointer(block[w.BOUNDS]), block[w.SIZE] + 1, np.int64)
+    bounds = carray(pointer(block.bounds), block.size + 1, np.int64)
     longest = 1
-    for owner in range(block[w.SIZE]):
+    for owner in range(block.size):
         longest = max(longest, bounds[owner + 1] - bounds[owner])
-    return -(-longest // (_piece(block) // block[w.WIDTH]))
+    return -(-longest // (_piece(block) // block.itemsize))
 
 
 @njit
 def _number(block: Any, turn: int) -> int:
     """Return the number of a round of a call that has several."""
-    return block[w.FIRST] + block[w.MET] + turn
+    return block.first_round + block.sync_rounds + turn
 
 
 @njit
 def _contribute(block: Any, turn: int) -> None:
     """Fill this rank's slot for a round of a pipelined call."""
     number = _number(block, turn)
-    own = slot(block, block[w.RANK], number)
-    for owner in range(block[w.SIZE]):
-        if owner != block[w.RANK]:  # the own part is read where it is
+    own = slot(block, block.rank, number)
+    for owner in range(block.size):
+        if owner != block.rank:  # the own part is read where it is
             start, n = _span(block, owner, turn)
             dest = own + owner * _piece(block)
-            _fill(block, dest, block[w.SEND] + start * block[w.WIDTH], n)
-    publish_flag(block, w.FILLED, number)  # [filled]
+            _fill(block, dest, block.send + start * block.itemsize, n)
+    publish_flag(block, FIELD.filled, number)  # [filled]
 
 
 @njit
 def _begin_pieces(block: Any) -> None:
     """Fill the slot for the first round of pieces, and say how the result is stored."""
-    elsewhere = block[w.SEND] != block[w.OUT] and block[w.TAKE] == w.TAKE_ALL
-    begin_result(block, block[w.COUNT] * block[w.WIDTH] if elsewhere else 0)
+    elsewhere = block.send != block.out and block.want == WANT_ALL
+    begin_result(block, block.count * block.itemsize if elsewhere else 0)
     _contribute(block, 0)
-    block[w.PHASE] = 1
+    block.phase = 1
 
 
 @njit
 def _combine_piece(block: Any, turn: int) -> None:
     """Combine the own piece of all ranks, and put it where the others look for it."""
-    number, me, width = _number(block, turn), block[w.RANK], block[w.WIDTH]
+    number, me, width = _number(block, turn), block.rank, block.itemsize
     place = me * _piece(block)
     start, count = _span(block, me, turn)
-    for at in range(0, count, w.TILE):
-        n = min(w.TILE, count - at)
+    for at in range(0, count, TILE):
+        n = min(TILE, count - at)
         offset = (start + at) * width
-        for rank in range(block[w.SIZE]):
+        for rank in range(block.size):
             if rank == me:
-                source = _own_contribution(block, block[w.SEND] + offset, n, rank)
+                source = _own_contribution(block, block.send + offset, n, rank)
             else:
                 source = slot(block, rank, number) + place + at * width  # [read]
-            _accumulate(block, block[w.SCRATCH], source, n, rank)
-        result = _save(block, block[w.SCRATCH], n)
-        if block[w.TAKE] != w.TAKE_NONE:
-            write_result(block, block[w.OUT] + offset, result, n * width, False)
-        if block[w.TAKE] != w.TAKE_OWN:
+            _accumulate(block, block.scratch, source, n, rank)
+        result = _save(block, block.scratch, n)
+        if block.want != WANT_NONE:
+            write_result(block, block.out + offset, result, n * width, False)
+        if block.want != WANT_OWN:
             dest = slot(block, me, number) + place + at * width
             write_slot(block, dest, result, n * width)  # [make]
-    publish_flag(block, w.READY, number)  # [made]
+    publish_flag(block, FIELD.ready, number)  # [made]
 
 
 @njit
 def _collect(block: Any, turn: int) -> None:
     """Copy the other ranks' results of a round."""
-    number, width = _number(block, turn), block[w.WIDTH]
-    for owner in range(block[w.SIZE]):
-        if owner != block[w.RANK]:
+    number, width = _number(block, turn), block.itemsize
+    for owner in range(block.size):
+        if owner != block.rank:
             start, n = _span(block, owner, turn)
             source = slot(block, owner, number) + owner * _piece(block)  # [take]
-            write_result(block, block[w.OUT] + start * width, source, n * width, False)
+            write_result(block, block.out + start * width, source, n * width, False)
     fence()  # [results] that were stored past the caches
 
 
@@ -262,26 +281,26 @@ def _collect(block: Any, turn: int) -> None:
 def _continue_pipelined(block: Any) -> int:
     """Go on with `pipelined`, whose first contribution is in the slot."""
     total = _round_count(block)
-    while block[w.DONE_ROUNDS] < total:
-        turn = block[w.DONE_ROUNDS]
-        if block[w.PHASE] == 1:
-            if not wait(block, w.FILLED, _number(block, turn)):  # [all filled]
-                return w.WAITING
+    while block.done_rounds < total:
+        turn = block.done_rounds
+        if block.phase == 1:
+            if not wait(block, FIELD.filled, _number(block, turn)):  # [all filled]
+                return WAITING
             if turn == 0 and not hashes_match(block):  # [hashes]
-                return end(block, w.MISMATCH, 1)
+                return end(block, MISMATCH, 1)
             if turn + 1 < total:
                 _contribute(block, turn + 1)
             _combine_piece(block, turn)
-            block[w.PHASE] = 2
-        if not wait(block, w.READY, _number(block, turn)):  # [all made]
-            return w.WAITING
-        if block[w.TAKE] == w.TAKE_ALL:
+            block.phase = 2
+        if not wait(block, FIELD.ready, _number(block, turn)):  # [all made]
+            return WAITING
+        if block.want == WANT_ALL:
             _collect(block, turn)
-        block[w.DONE_ROUNDS] = turn + 1
-        block[w.PHASE] = 1
+        block.done_rounds = turn + 1
+        block.phase = 1
     end_result(block)
     end_stores(block)
-    return end(block, w.DONE, block[w.MET] + total)
+    return end(block, DONE, block.sync_rounds + total)
 
 
 def pipelined(address: int) -> int:
@@ -291,10 +310,10 @@ def pipelined(address: int) -> int:
     results of one round, its contributions to the next are in its other slot already. A piece has
     its place in a slot by its owner: what others bring for it, and in the owner's slot the result.
     """
-    block = carray(pointer(address), w.WORDS, np.int64)
-    if block[w.PHASE] == 0:
+    block = record(address, BLOCK)
+    if block.phase == 0:
         publish_hash(block, next_round(block))  # [number] [hash]
-        begin_stores(block, block[w.COUNT] * block[w.WIDTH])
+        begin_stores(block, block.count * block.itemsize)
         _begin_pieces(block)
     return _continue_pipelined(block)
 
@@ -302,33 +321,33 @@ def pipelined(address: int) -> int:
 @njit
 def _handed_over(block: Any) -> int:
     """Return the bytes that go into a slot in a round of `direct`."""
-    if block[w.COUNT] * block[w.WIDTH] <= _LONG_BYTES:
-        return block[w.SLOT_BYTES]
-    return min(block[w.SLOT_BYTES], _HANDED_OVER_OF_LONG)
+    if block.count * block.itemsize <= _LONG_BYTES:
+        return block.slot_bytes
+    return min(block.slot_bytes, _HANDED_OVER_OF_LONG)
 
 
 @njit
 def _continue_direct(block: Any) -> int:
     """Go on with `direct`, slot by slot."""
-    length = _handed_over(block) // block[w.WIDTH]
-    total = -(-block[w.COUNT] // length)
-    while block[w.DONE_ROUNDS] < total:
-        turn = block[w.DONE_ROUNDS]
+    length = _handed_over(block) // block.itemsize
+    total = -(-block.count // length)
+    while block.done_rounds < total:
+        turn = block.done_rounds
         number, start = _number(block, turn), turn * length
-        count = min(length, block[w.COUNT] - start)
-        if block[w.PHASE] == 4:
-            source = block[w.SEND] + start * block[w.WIDTH]
-            _fill(block, slot(block, block[w.RANK], number), source, count)
-            publish_flag(block, w.FILLED, number)  # [filled]
-            block[w.PHASE] = 5
-        if not wait(block, w.FILLED, number):  # [all filled]
-            return w.WAITING
-        for at in range(0, count, w.TILE):
-            _combine_two(block, number, start, at, min(w.TILE, count - at))
-        block[w.DONE_ROUNDS] = turn + 1
-        block[w.PHASE] = 4
+        count = min(length, block.count - start)
+        if block.phase == 4:
+            source = block.send + start * block.itemsize
+            _fill(block, slot(block, block.rank, number), source, count)
+            publish_flag(block, FIELD.filled, number)  # [filled]
+            block.phase = 5
+        if not wait(block, FIELD.filled, number):  # [all filled]
+            return WAITING
+        for at in range(0, count, TILE):
+            _combine_two(block, number, start, at, min(TILE, count - at))
+        block.done_rounds = turn + 1
+        block.phase = 4
     end_stores(block)
-    return end(block, w.DONE, block[w.MET] + total)
+    return end(block, DONE, block.sync_rounds + total)
 
 
 def direct(address: int) -> int:
@@ -336,44 +355,44 @@ def direct(address: int) -> int:
 
     As many bytes as by pieces go from core to core, with half of the waits; but each rank reads its
     own array twice. That pays where the result takes its place. So the ranks meet before, say
-    whether it does (DETAIL), and go on as `pipelined` where it does not for one of them.
+    whether it does (`detail`), and go on as `pipelined` where it does not for one of them.
     """
-    block = carray(pointer(address), w.WORDS, np.int64)
-    if block[w.PHASE] == 0:
-        block[w.MET] = 1
-        block[w.DETAIL] = w.IN_PLACE if block[w.SEND] == block[w.OUT] else w.ELSEWHERE
+    block = record(address, BLOCK)
+    if block.phase == 0:
+        block.sync_rounds = 1
+        block.detail = IN_PLACE if block.send == block.out else ELSEWHERE
         number = next_round(block)  # [number]
         publish_hash(block, number)  # [hash]
-        publish_flag(block, w.FILLED, number)  # [filled]
-        block[w.PHASE] = 3
-    if block[w.PHASE] == 3:
-        if not wait(block, w.FILLED, block[w.FIRST]):  # [all filled]
-            return w.WAITING
+        publish_flag(block, FIELD.filled, number)  # [filled]
+        block.phase = 3
+    if block.phase == 3:
+        if not wait(block, FIELD.filled, block.first_round):  # [all filled]
+            return WAITING
         if not hashes_match(block):  # [hashes]
-            return end(block, w.MISMATCH, 1)
-        in_place = all_equal(block, w.IN_PLACE)  # [hashes]
-        begin_stores(block, block[w.COUNT] * block[w.WIDTH])
+            return end(block, MISMATCH, 1)
+        in_place = all_equal(block, IN_PLACE)  # [hashes]
+        begin_stores(block, block.count * block.itemsize)
         if in_place:
-            block[w.PHASE] = 4
+            block.phase = 4
         else:
             _begin_pieces(block)
-    return _continue_pipelined(block) if block[w.PHASE] < 3 else _continue_direct(block)
+    return _continue_pipelined(block) if block.phase < 3 else _continue_direct(block)
 
 
 @njit
 def _combine_shared(block: Any) -> None:
     """Combine the own chunk of all ranks' arrays, and write it into all of them."""
-    table = carray(pointer(block[w.TABLE]), block[w.SIZE], np.int64)
-    bounds = carray(pointer(block[w.BOUNDS]), block[w.SIZE] + 1, np.int64)
-    stop = bounds[block[w.RANK] + 1]
-    width = block[w.WIDTH]
-    for at in range(bounds[block[w.RANK]], stop, w.TILE):
-        n = min(w.TILE, stop - at)
-        for rank in range(block[w.SIZE]):
+    table = carray(pointer(block.table), block.size, np.int64)
+    bounds = carray(pointer(block.bounds), block.size + 1, np.int64)
+    stop = bounds[block.rank + 1]
+    width = block.itemsize
+    for at in range(bounds[block.rank], stop, TILE):
+        n = min(TILE, stop - at)
+        for rank in range(block.size):
             source = _own_contribution(block, table[rank] + at * width, n, rank)  # [read arrays]
-            _accumulate(block, block[w.SCRATCH], source, n, rank)
-        result = _save(block, block[w.SCRATCH], n)
-        for rank in range(block[w.SIZE]):
+            _accumulate(block, block.scratch, source, n, rank)
+        result = _save(block, block.scratch, n)
+        for rank in range(block.size):
             copy(table[rank] + at * width, result, n * width)  # [write arrays]
 
 
@@ -382,23 +401,23 @@ def shared(address: int) -> int:
 
     Each rank combines its chunk of all arrays and writes the result into all of them.
     """
-    block = carray(pointer(address), w.WORDS, np.int64)
-    if block[w.PHASE] == 0:
+    block = record(address, BLOCK)
+    if block.phase == 0:
         number = next_round(block)  # [number]
         publish_hash(block, number)  # [hash]
-        publish_flag(block, w.FILLED, number)  # [filled]
-        block[w.PHASE] = 1
-    if block[w.PHASE] == 1:
-        if not wait(block, w.FILLED, block[w.FIRST]):  # [all filled]
-            return w.WAITING
+        publish_flag(block, FIELD.filled, number)  # [filled]
+        block.phase = 1
+    if block.phase == 1:
+        if not wait(block, FIELD.filled, block.first_round):  # [all filled]
+            return WAITING
         if not hashes_match(block):  # [hashes]
-            return end(block, w.MISMATCH, 1)
+            return end(block, MISMATCH, 1)
         _combine_shared(block)
-        publish_flag(block, w.READY, block[w.FIRST])  # [made]
-        block[w.PHASE] = 2
-    if not wait(block, w.READY, block[w.FIRST]):  # [all made]
-        return w.WAITING
-    return end(block, w.DONE, 1)
+        publish_flag(block, FIELD.ready, block.first_round)  # [made]
+        block.phase = 2
+    if not wait(block, FIELD.ready, block.first_round):  # [all made]
+        return WAITING
+    return end(block, DONE, 1)
 
 
 def make(symbol: str, kind: str) -> bytes:
@@ -411,11 +430,11 @@ def _record_times(kind: Callable[[int], int]) -> Callable[[int, int, int], int]:
     work: Any = njit(kind)
 
     def run(address: int, times: int, number: int) -> int:
-        block = carray(pointer(address), w.WORDS, np.int64)
+        block = record(address, BLOCK)
         if times:
             begins(block, times, number)
         status: int = work(address)
-        if times and status == w.DONE:
+        if times and status == DONE:
             ends(block, times, number)
         return status
 

@@ -23,7 +23,7 @@ from typing import Any
 from numba import njit
 
 from collectives.kernels.intrinsics import copy, stream
-from collectives.node import control_block as w
+from collectives.node.control_block import PLAIN, STREAMING, UNKNOWN
 from collectives.node.synchronization import now, state
 
 __all__ = ["PERIOD", "TRIALS", "begin_result", "end_result", "write_result"]
@@ -45,25 +45,25 @@ def begin_result(block: Any, nbytes: int) -> None:
     Where it is one of several, whose results all are used later, these count together.
     """
     if nbytes:
-        nbytes = max(nbytes, block[w.AMONG])
-    block[w.TIMED] = False
-    block[w.RESULTS] = w.STREAMING if nbytes >= _STREAMED_BYTES else w.UNKNOWN
-    if nbytes < _COMPARED_BYTES or state(block)[w.FIXED] or block[w.TRIED]:
+        nbytes = max(nbytes, block.result_group_bytes)
+    block.result_timed = False
+    block.result_mode = STREAMING if nbytes >= _STREAMED_BYTES else UNKNOWN
+    if nbytes < _COMPARED_BYTES or state(block).store_forced or block.tune_timed:
         return  # one comparison after the other: how slots were filled tells on who reads them
-    call = block[w.CALLS]
-    block[w.CALLS] = call % PERIOD + 1
+    call = block.result_calls
+    block.result_calls = call % PERIOD + 1
     if call == 0:  # the result may lie in new pages
         return
     if call <= 2 * TRIALS:
-        block[w.TIMED] = True
-        block[w.COPYING] = 0
-        block[w.RESULTS] = w.PLAIN if call <= TRIALS else w.STREAMING
+        block.result_timed = True
+        block.result_ns = 0
+        block.result_mode = PLAIN if call <= TRIALS else STREAMING
         return
     if call == 2 * TRIALS + 1:
-        plain, streamed = block[w.COPIED + w.PLAIN], block[w.COPIED + w.STREAMING]
-        block[w.BETTER] = w.STREAMING if 0 < streamed < plain else w.PLAIN
-        block[w.COPIED + w.STREAMING] = block[w.COPIED + w.PLAIN] = 0
-    block[w.RESULTS] = block[w.BETTER]
+        plain, streamed = block.result_best_ns[PLAIN], block.result_best_ns[STREAMING]
+        block.result_best_mode = STREAMING if 0 < streamed < plain else PLAIN
+        block.result_best_ns[STREAMING] = block.result_best_ns[PLAIN] = 0
+    block.result_mode = block.result_best_mode
 
 
 @njit
@@ -73,18 +73,18 @@ def write_result(block: Any, dest: int, source: int, nbytes: int, far: bool) -> 
     `far` where it comes from a core that shares no cache with this one, and nothing else is known:
     then it goes past them.
     """
-    began = now(block) if block[w.TIMED] else 0
-    if block[w.RESULTS] == w.STREAMING or (block[w.RESULTS] == w.UNKNOWN and far):
+    began = now(block) if block.result_timed else 0
+    if block.result_mode == STREAMING or (block.result_mode == UNKNOWN and far):
         stream(dest, source, nbytes)
     else:
         copy(dest, source, nbytes)
-    if block[w.TIMED]:
-        block[w.COPYING] += now(block) - began
+    if block.result_timed:
+        block.result_ns += now(block) - began
 
 
 @njit
 def end_result(block: Any) -> None:
     """End a call that has brought all of it."""
-    if block[w.TIMED]:
-        at, took = w.COPIED + block[w.RESULTS], max(1, block[w.COPYING])
-        block[at] = min(block[at] or took, took)
+    if block.result_timed:
+        best, took = block.result_best_ns, max(1, block.result_ns)
+        best[block.result_mode] = min(best[block.result_mode] or took, took)

@@ -26,7 +26,7 @@ from typing import Any
 from numba import njit
 
 from collectives.kernels.intrinsics import copy, fence, store, stream
-from collectives.node import control_block as w
+from collectives.node.control_block import STREAMING
 from collectives.node.core_probe import LEAST_TIMED, MOST_TIMED, has_moved
 from collectives.node.store_autotuner import best_mode
 from collectives.node.synchronization import header, state
@@ -38,22 +38,22 @@ __all__ = ["write_slot", "publish_flag"]
 def write_slot(block: Any, dest: int, source: int, nbytes: int) -> None:
     """Copy bytes to where others read them; `publish_flag` says that they are there."""
     own = state(block)
-    if nbytes >= LEAST_TIMED and not own[w.FIXED]:
-        if own[w.LEFT] <= 0:
+    if nbytes >= LEAST_TIMED and not own.store_forced:
+        if own.bytes_until_probe <= 0:
             n = min(nbytes, MOST_TIMED)
-            if has_moved(block, dest, source, n) and not block[w.TRIED]:
-                own[w.WAY] = best_mode(block)
+            if has_moved(block, dest, source, n) and not block.tune_timed:
+                own.store_mode = best_mode(block)
             dest, source, nbytes = dest + n, source + n, nbytes - n
-        own[w.LEFT] -= nbytes
-    if own[w.WAY] == w.STREAMING:
+        own.bytes_until_probe -= nbytes
+    if own.store_mode == STREAMING:
         stream(dest, source, nbytes)
     else:
         copy(dest, source, nbytes)
 
 
 @njit
-def publish_flag(block: Any, word: int, number: int) -> None:
-    """Store a number in a word of this rank's header, after all that was put."""
-    if state(block)[w.WAY] == w.STREAMING:
+def publish_flag(block: Any, flag: int, number: int) -> None:
+    """Store a number in a flag of this rank's header, after all that was put."""
+    if state(block).store_mode == STREAMING:
         fence()  # [fence]
-    store(header(block, block[w.RANK]) + 8 * word, number)
+    store(header(block, block.rank) + flag, number)

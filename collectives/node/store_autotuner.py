@@ -17,8 +17,17 @@ from typing import Any
 from numba import njit
 
 from collectives.kernels.intrinsics import load, store
-from collectives.node import control_block as w
-from collectives.node.synchronization import header, now, state
+from collectives.kernels.structures import offsets
+from collectives.node.control_block import (
+    DURATION,
+    DURATION_ROWS,
+    NEAR,
+    PLAIN,
+    STREAMING,
+    WITHOUT_FIRST_WAIT,
+    WITHOUT_WAITS,
+)
+from collectives.node.synchronization import FIELD, header, now, state
 
 __all__ = [
     "PERIOD", "SOONER", "TRIALS", "begin_stores", "count_waits", "end_stores", "best_mode",
@@ -34,13 +43,17 @@ TRIALS, PERIOD, SOONER = 3, 512, 32
 # is interrupted in every call.
 _CLEARLY = 0.95
 
+# Bytes of a row of the durations in a header, and of what comes before the times in it.
+_ROW_BYTES = DURATION.itemsize
+_NS = offsets(DURATION).ns
+
 
 @njit
 def best_mode(block: Any) -> int:
     """Return the way that is better here, as far as is known."""
     own = state(block)
-    known = block[w.FOUND + own[w.PLACE]]
-    return known - 1 if known else own[w.NEAR_WAY + own[w.PLACE]]
+    known = block.tune_best_mode[own.core_distance]
+    return known - 1 if known else own.default_mode[own.core_distance]
 
 
 @njit
@@ -52,32 +65,32 @@ def begin_stores(block: Any, nbytes: int) -> None:
     tells so.
     """
     own = state(block)
-    block[w.TRIED] = 0
-    if own[w.FIXED]:
+    block.tune_timed = 0
+    if own.store_forced:
         return
     if nbytes >= _COMPARED_BYTES:
-        block[w.TRIES] = (block[w.TRIES] + 1) % PERIOD
-        turn = block[w.TRIES] % SOONER
+        block.tune_calls = (block.tune_calls + 1) % PERIOD
+        turn = block.tune_calls % SOONER
         if turn == 1:
-            block[w.TRYING] = block[w.TRIES] == 1 or not block[w.FOUND + own[w.PLACE]]
-        if block[w.TRYING] and 2 <= turn <= 1 + 2 * TRIALS:
+            block.tune_active = block.tune_calls == 1 or not block.tune_best_mode[own.core_distance]
+        if block.tune_active and 2 <= turn <= 1 + 2 * TRIALS:
             _begin_trial(block, turn)
             return
-        if block[w.TRYING] and turn == 3 + 2 * TRIALS:  # after all ranks have ended the last one
+        if block.tune_active and turn == 3 + 2 * TRIALS:  # after all ranks have ended the last one
             _decide(block)
-    own[w.WAY] = best_mode(block)
+    own.store_mode = best_mode(block)
 
 
 @njit
 def _begin_trial(block: Any, turn: int) -> None:
     """Begin a call of a comparison, which counts only where this rank does not move in it."""
     own = state(block)
-    if turn == 2 or block[w.TRIED_IN] != own[w.PLACE]:
-        block[w.TRIED_IN] = own[w.PLACE]
-        block[w.FASTEST + w.PLAIN] = block[w.FASTEST + w.STREAMING] = 0
-    block[w.TRIED] = w.BUT_FOR_WAITS
-    block[w.SPENT], block[w.RUNNING] = 0, now(block)
-    own[w.WAY] = w.PLAIN if turn <= 1 + TRIALS else w.STREAMING
+    if turn == 2 or block.tune_distance != own.core_distance:
+        block.tune_distance = own.core_distance
+        block.tune_best_ns[PLAIN] = block.tune_best_ns[STREAMING] = 0
+    block.tune_timed = WITHOUT_WAITS
+    block.tune_ns, block.tune_started_ns = 0, now(block)
+    own.store_mode = PLAIN if turn <= 1 + TRIALS else STREAMING
 
 
 @njit
@@ -86,39 +99,39 @@ def count_waits(block: Any) -> None:
 
     Who reads what moves part by part waits for it, and the one who puts it is no faster.
     """
-    if block[w.TRIED]:
-        block[w.TRIED] = w.AFTER_THE_FIRST
+    if block.tune_timed:
+        block.tune_timed = WITHOUT_FIRST_WAIT
 
 
 @njit
 def _row(block: Any) -> int:
-    """Return where in a header there are the times of calls like this one."""
-    return 8 * (w.TOOK + w.TOOK_WORDS * (block[w.HASH] % w.TOOK_ROWS))
+    """Return where in a header the durations of calls like this one are."""
+    return FIELD.durations + _ROW_BYTES * (block.hash % DURATION_ROWS)
 
 
 @njit
 def end_stores(block: Any) -> None:
     """End the call; the others see how long this rank took before they conclude."""
-    if not block[w.TRIED]:
+    if not block.tune_timed:
         return
-    at = w.FASTEST + state(block)[w.WAY]
-    spent = block[w.SPENT] + now(block) - block[w.RUNNING]
-    block[at] = min(block[at] or spent, spent)
-    row = header(block, block[w.RANK]) + _row(block)
+    best, mode = block.tune_best_ns, state(block).store_mode
+    spent = block.tune_ns + now(block) - block.tune_started_ns
+    best[mode] = min(best[mode] or spent, spent)
+    row = header(block, block.rank) + _row(block)
     store(row, 0)  # while it changes; whoever calls something else meanwhile finds nothing
-    store(row + 8, block[w.FASTEST + w.PLAIN])
-    store(row + 16, block[w.FASTEST + w.STREAMING])
-    store(row, block[w.HASH])
+    store(row + _NS, best[PLAIN])
+    store(row + _NS + 8, best[STREAMING])
+    store(row, block.hash)
 
 
 @njit
 def _slowest(block: Any, way: int) -> int:
     """Return how long a call took by one way, of the rank that was slowest; 0 if not known here."""
-    slowest = block[w.FASTEST + way]
-    for rank in range(block[w.SIZE]):
+    slowest = block.tune_best_ns[way]
+    for rank in range(block.size):
         row = header(block, rank) + _row(block)  # [times]
-        if slowest and load(row) == block[w.HASH]:
-            slowest = max(slowest, load(row + 8 * (1 + way)))
+        if slowest and load(row) == block.hash:
+            slowest = max(slowest, load(row + _NS + 8 * way))
     return slowest
 
 
@@ -126,10 +139,10 @@ def _slowest(block: Any, way: int) -> int:
 def _decide(block: Any) -> None:
     """Draw the conclusion of a comparison, if all of it was made here."""
     own = state(block)
-    usual = w.PLAIN if own[w.PLACE] == w.NEAR else w.STREAMING
-    other = w.PLAIN + w.STREAMING - usual
+    usual = PLAIN if own.core_distance == NEAR else STREAMING
+    other = PLAIN + STREAMING - usual
     took, instead = _slowest(block, usual), _slowest(block, other)
-    if took and instead and block[w.TRIED_IN] == own[w.PLACE]:
+    if took and instead and block.tune_distance == own.core_distance:
         way = other if instead < _CLEARLY * took else usual
-        block[w.FOUND + own[w.PLACE]] = 1 + way
-        own[w.NEAR_WAY + own[w.PLACE]] = way
+        block.tune_best_mode[own.core_distance] = 1 + way
+        own.default_mode[own.core_distance] = way

@@ -13,6 +13,7 @@ the same hashes, so that it does not matter which ranks found one.
 from __future__ import annotations
 
 import copy
+import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import FrameType
@@ -24,7 +25,7 @@ from collectives.calls import signature
 from collectives.calls.call import Call, begin_call
 from collectives.core.errors import MismatchError
 from collectives.kernels.structures import field_view
-from collectives.node.control_block import NOTED, OUT, SEND, UNLIKE
+from collectives.node.control_block import NOTED, Block
 from collectives.node.engine import CopyTable, KernelCall
 from collectives.tracing.peer_status import StatusBoard
 from collectives.tracing.recorder import Record
@@ -129,11 +130,11 @@ class NodeCall(_AddressCall):
 
     def _use(self, work: KernelCall) -> None:
         self._work = work
-        self._words = work.block.data
         self.kernel = work.kernel
-        self.block = address(work.block)
+        self.block = ctypes.addressof(work.block)
+        self._send, self._out = (field_view(work.block, name) for name in ("send", "out"))
         takes = self.shape is None and self._before == 0
-        self.arrays = self.block + 8 * SEND if takes else 0
+        self.arrays = self.block + Block.send.offset if takes else 0
 
     def matching_detail(
         self,
@@ -152,7 +153,7 @@ class NodeCall(_AddressCall):
     @property
     def is_mismatch(self) -> bool:
         """Whether the ranks knew different details in the last meeting, and nothing has moved."""
-        return bool(self._words[UNLIKE])
+        return bool(self._work.block.detail_mismatch)
 
     @property
     def input_offset(self) -> int:
@@ -175,10 +176,9 @@ class NodeCall(_AddressCall):
         if group.gate is not None:
             group.check_free(self.operation)
         group.gate = self
-        words = self._words
-        words[SEND] = send
-        words[OUT] = out - self._before
-        self.repeat(timeout, frame, then)
+        self._send[0] = send
+        self._out[0] = out - self._before
+        self.repeat(timeout, self.ours, then)
 
     def repeat(
         self, timeout: float | None, frame: FrameType, then: Callable[[], None] | None = None
@@ -222,8 +222,8 @@ class NodeCall(_AddressCall):
 
     def bind(self, send: Array | None, out: Array | None) -> None:
         """Say where its arrays are, for calls of the kernel alone."""
-        self._words[SEND] = 0 if send is None else address(send)
-        self._words[OUT] = 0 if out is None else address(out) - self._before
+        self._send[0] = 0 if send is None else address(send)
+        self._out[0] = 0 if out is None else address(out) - self._before
 
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
         """Carry out the call that has made the plan; raises what `Call.checked` does."""
@@ -232,9 +232,8 @@ class NodeCall(_AddressCall):
 
     def meet(self, send: int, out: int, timeout: float | None) -> None:
         """Call the kernel until it is done; arguments and errors as `run`."""
-        words = self._words
-        words[SEND] = send
-        words[OUT] = out - self._before
+        self._send[0] = send
+        self._out[0] = out - self._before
         if status := self.kernel(self.block):
             self.go_on(status, timeout)
 

@@ -2,41 +2,28 @@
 
 A rank that does not come is busy elsewhere and answers no question. So each rank leaves a note in
 memory that the node shares whenever it enters or leaves an operation: which, in which line of the
-program, when. A rank that has waited too long reads the notes of those it waits for.
-
-    bytes of a note   0        8        16         24      26
-                      number   time     compiles   length  text: "allreduce at train.py:88"
-
-`number` counts the operations of the communicator; it is negative once the operation is over, and 0
-before the first. `time` is that of the monotonic clock, one clock for all processes of a node.
-`compiles` is the time at which the rank began to compile, or to wait for compiled code; else 0.
+program, when (`collectives.node.control_block.STATUS_ENTRY`). A rank that has waited too long reads
+the notes of those it waits for. Their times are of one clock for all processes of a node.
 
 Cost: about 0.3 us per operation, 128 bytes per rank.
 """
 
 from __future__ import annotations
 
-import struct
 import time
 from collections.abc import Sequence
 from types import CodeType
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from collectives.arrays.host_arrays import Array
 from collectives.core import compile_time
 from collectives.core.errors import some
-from collectives.node import engine
+from collectives.node.control_block import STATUS_ENTRY
 from collectives.tracing.recorder import Record
 
-__all__ = ["NOTE_BYTES", "StatusBoard"]
+__all__ = ["StatusBoard"]
 
-# Two cache lines, so that no rank's notes slow down another one's.
-NOTE_BYTES = engine.NOTE_BYTES
-
-_TEXT_AT = 24
-_TEXT_BYTES = NOTE_BYTES - _TEXT_AT - 2
-_LAYOUT = struct.Struct(f"qddH{_TEXT_BYTES}s")
-_TEXT = struct.Struct(f"H{_TEXT_BYTES}s")
+_TEXT_BYTES = STATUS_ENTRY["text"].itemsize
 
 # How many texts are kept; a notebook makes new lines of code as long as it is used.
 _TEXTS = 1024
@@ -46,18 +33,21 @@ class StatusBoard:
     """The notes of the ranks of one group on one node.
 
     Args:
-        memory: shape (size * NOTE_BYTES,), uint8, zeros at first, shared by all ranks.
+        entries: shape (size,), dtype `STATUS_ENTRY`, zeros at first, shared by all ranks.
         names: by which warnings name them.
     """
 
-    def __init__(self, memory: Array, rank: int, names: Sequence[str]) -> None:
-        self._memory = memory.data.cast("B")
+    def __init__(self, entries: Array, rank: int, names: Sequence[str]) -> None:
+        self._entries = entries
         self._rank = rank
         self._names = names
-        self._size = len(self._memory) // NOTE_BYTES
-        self._at = rank * NOTE_BYTES
-        self._words = self._memory.cast("q")
-        self._times = self._memory.cast("d")
+        self._size = len(entries)
+        own = entries[rank : rank + 1]
+        # Memoryviews, because they store numbers faster than arrays do.
+        self._number, self._length = own["number"].data, own["length"].data
+        self._time: Any = own["time"].data
+        self._compiles: Any = own["compiles"].data
+        self._text = own["text"]
         # What the text in the own note says, and all texts by operation and line.
         self.operation = ""
         self.caller: tuple[CodeType, int] | None = None
@@ -68,9 +58,8 @@ class StatusBoard:
         """Note that this rank enters an operation."""
         if record.caller is not self.caller or record.operation != self.operation:
             self.write_text(record)
-        word = self._at // 8
-        self._words[word] = record.number
-        self._times[word + 1] = record.began
+        self._number[0] = record.number
+        self._time[0] = record.began
 
     def write_text(self, record: Record) -> None:
         """Note which operation this rank enters, and where."""
@@ -83,18 +72,18 @@ class StatusBoard:
             text = f"{record.operation} at {record.site}".encode()[:_TEXT_BYTES]
             self._texts[key] = text, code
         text, _ = self._texts[key]
-        _TEXT.pack_into(self._memory, self._at + _TEXT_AT, len(text), text)
+        self._length[0] = len(text)
+        self._text[0] = text
         self.operation, self.caller = record.operation, record.caller
 
     def leave(self, record: Record) -> None:
         """Note that this rank has left the operation."""
-        word = self._at // 8
-        self._words[word] = -record.number
-        self._times[word + 1] = record.ended or 0.0
+        self._number[0] = -record.number
+        self._time[0] = record.ended or 0.0
 
     def note_preparation(self, since: float) -> None:
         """Note when this rank began to compile; 0.0 once it has compiled."""
-        self._times[self._at // 8 + 2] = since
+        self._compiles[0] = since
 
     def missing(self) -> str:
         """Say which ranks have not entered this rank's current operation, and what they last did.
@@ -122,7 +111,7 @@ class StatusBoard:
     def _note(self, rank: int) -> _Entry:
         # The other rank may be writing. Its note is short, so what is read is old, new, or, at
         # worst, the name of one operation with the number of the next.
-        number, since, compiles, length, text = _LAYOUT.unpack_from(self._memory, rank * NOTE_BYTES)
+        number, since, compiles, length, text = self._entries[rank].item()
         return _Entry(number, since, compiles, text[:length].decode(errors="replace"))
 
 

@@ -13,6 +13,7 @@ refer to no array.
 from __future__ import annotations
 
 import _thread
+import ctypes
 import json
 import logging
 import os
@@ -29,10 +30,8 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
-import numpy as np
-
-from collectives.arrays.host_arrays import Array, address
-from collectives.tracing.call_sites import Site, attributed, caller, user_frame
+from collectives.node.control_block import CallTimes
+from collectives.tracing.call_sites import Site, attributed, user_frame
 
 __all__ = [
     "NO_FIELDS",
@@ -62,8 +61,7 @@ class Record:
     """One operation; times are seconds of the monotonic clock, `caller` is a `Site` unnamed.
 
     Args:
-        times: when it began and when it ended, 0 if it has not: float64, which compiled code may
-            write (`collectives.node.synchronization`).
+        times: a `CallTimes`, which compiled code may write (`collectives.node.synchronization`).
     """
 
     __slots__ = ("_times", "address", "caller", "failure", "fields", "number", "operation")
@@ -72,9 +70,9 @@ class Record:
     operation: str
     caller: tuple[CodeType, int]
 
-    def __init__(self, times: Array) -> None:
-        self._times = times.data.cast("B").cast("d")
-        self.address = address(times)
+    def __init__(self, times: Any) -> None:
+        self._times = times
+        self.address = ctypes.addressof(times)
         self.fields = NO_FIELDS
         self.failure: str | None = None
 
@@ -86,29 +84,30 @@ class Record:
     @property
     def began(self) -> float:
         """When it began."""
-        return self._times[0]
+        began: float = self._times.began
+        return began
 
     @property
     def ended(self) -> float | None:
         """When it ended; None if it has not."""
-        return self._times[1] or None
+        return self._times.ended or None
 
     @property
     def state(self) -> str:
         """How it stands: "running", "done", or how it failed."""
-        return self.failure or ("done" if self._times[1] else "running")
+        return self.failure or ("done" if self._times.ended else "running")
 
     def begin(self) -> None:
         """Note when the operation begins."""
         times = self._times
-        times[1] = 0.0
-        times[0] = _now()
+        times.ended = 0.0
+        times.began = _now()
 
     def end(self, error: BaseException | None = None) -> None:
         """Note that the operation is over, and how it failed if it did."""
         if error is not None:
             self.failure = f"{type(error).__name__}: {error}"
-        self._times[1] = _now()
+        self._times.ended = _now()
 
     def __str__(self) -> str:
         return f"{self.operation} #{self.number} at {self.site}"
@@ -142,7 +141,7 @@ class Recorder:
         self.name = name
         self.rank = rank
         self.size = size
-        self._ring = [Record(times) for times in np.zeros((CAPACITY, 2))]
+        self._ring = [Record(CallTimes()) for _ in range(CAPACITY)]
         self._begun = 0
         # The module that called last, since most calls are in few lines of one module. Its name,
         # because its globals would keep requests alive past the end of the program.

@@ -29,7 +29,7 @@ from typing import Any, NamedTuple, Protocol
 import numpy as np
 
 from collectives.node import control_block
-from collectives.node.engine import Engine
+from collectives.node.engine import Engine, Event
 from collectives.tracing.call_sites import Site
 from collectives.tracing.recorder import Record
 from collectives.tracing.timeline import Span, Timeline, Track
@@ -149,10 +149,7 @@ class CallTracer:
         """Take note of a call that is over, and of which only the rounds know when it was."""
         noted = [] if self._engine is None else self._engine.noted()
         if noted:
-            began, ended = (
-                noted[control_block.FROM_TIME],
-                noted[control_block.FROM_TIME - control_block.NOTE_WORDS],
-            )
+            (_, began, *_), (_, ended, *_) = noted[0], noted[-1]
             call = Span(None, "call", name, began, self._describe)
             call.facts = number, fields, caller, "done", noted
             self._timeline.track().end(call, ended)
@@ -175,22 +172,21 @@ class CallTracer:
         args = f'{{"key":"{key}","call":{number},{self._text(call)}{spent}{error}}}'
         return args, _lines(track, parts, call.ended - call.began)
 
-    def _add_rounds(self, parts: list[Part], noted: Sequence[int]) -> int:
+    def _add_rounds(self, parts: list[Part], noted: Sequence[Event]) -> int:
         """Add what the compiled rounds have noted; returns the number of the first, -1 for none."""
         first, at, kind, reduces = -1, 0, COPY, False
-        for index in range(0, len(noted), control_block.NOTE_WORDS):
-            what, began, ended, last = noted[index : index + control_block.NOTE_WORDS]
-            if what in (control_block.MOVES, control_block.REDUCES):
+        for what, began, ended, last in noted:
+            if what in (control_block.MOVE, control_block.REDUCE):
                 if at and began - at > _BETWEEN and self._in_memory:
                     parts.append((at, began, COPY, _NOBODY))  # from one meeting to the next
                 first = ended if first < 0 else first
-                at, kind, reduces = began, COPY, what == control_block.REDUCES
+                at, kind, reduces = began, COPY, what == control_block.REDUCE
                 continue
             parts.append((at, began, kind, _NOBODY))
             at = began
             if what != control_block.END:
                 parts.append((began, ended, WAIT, self._here[last] if last >= 0 else _NOBODY))
-                at, kind = ended, REDUCE if what == control_block.FILLED and reduces else COPY
+                at, kind = ended, REDUCE if what == control_block.WAIT_FILLED and reduces else COPY
         return first if self._in_memory else -1
 
     def _guess_parts(self, call: Span, fields: Mapping[str, object]) -> list[Part]:

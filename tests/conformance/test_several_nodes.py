@@ -446,7 +446,7 @@ def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(mon
     # The network stage may take a second; the rounds after it take microseconds each.
     def pauses(engine, standing):
         """How often each of the waits of a call has paused."""
-        block = np.zeros(control_block.WORDS, np.int64)
+        block = control_block.Block()
         stands = iter(standing)
         counts = []
 
@@ -461,12 +461,8 @@ def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(mon
                 return False
 
         def kernel(address):
-            block[control_block.DONE_ROUNDS] = next(stands, -1)
-            return (
-                control_block.DONE
-                if block[control_block.DONE_ROUNDS] < 0
-                else control_block.WAITING
-            )
+            block.done_rounds = next(stands, -1)
+            return control_block.DONE if block.done_rounds < 0 else control_block.WAITING
 
         rank_0 = threading.current_thread()
         with monkeypatch.context() as patch:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import os
 import subprocess
 import sys
@@ -331,21 +332,20 @@ def test_other_threads_run_meanwhile():
     # A kind of call that waits for a second rank which does not come.
     from collectives.node import control_block
 
-    headers = np.zeros(2 * control_block.HEADER_BYTES, np.uint8)
+    headers = np.zeros(2, control_block.HEADER)
     slots = np.zeros(4 * 64, np.uint8)
-    state = np.zeros(control_block.STATE_WORDS, np.int64)
-    block = np.zeros(control_block.WORDS, np.int64)
-    block[control_block.SIZE], block[control_block.SPINS] = 2, 2**62
-    block[control_block.HEADERS], block[control_block.SLOTS] = address(headers), address(slots)
-    block[control_block.STATE] = address(state)
+    state = control_block.State()
+    block = control_block.Block(
+        size=2, spins=2**62, headers=address(headers), slots=address(slots),
+        state=ctypes.addressof(state), rounds=1,
+    )  # fmt: skip
     shared = machine_code.function("collectives.node.reduce_kernels", "one_shot_copy", arguments=3)
-    block[control_block.ROUNDS] = 1
     statuses = []
-    thread = threading.Thread(target=lambda: statuses.append(shared(address(block))))
+    thread = threading.Thread(target=lambda: statuses.append(shared(ctypes.addressof(block))))
     thread.start()
     time.sleep(0.2)
     assert thread.is_alive()
-    headers.view(np.int64)[control_block.HEADER_BYTES // 8 + control_block.FILLED] = 1  # here it is
+    headers["filled"][1] = 1  # here it is
     thread.join(20)
     assert statuses == [control_block.DONE]
 

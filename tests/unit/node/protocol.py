@@ -27,9 +27,9 @@ What a rank does for others has a name, by which the code cites it, in brackets:
     fill, make                 store in the own slot what it brings, what it has made of others'
     change                     fence, when it stops streaming
     fence                      before a word, if it streams
-    filled, part, made         store the word FILLED, PARTS, READY
+    filled, part, made         store `filled`, `parts`, `ready` of the header
     all filled, all made       wait for such a word of all ranks
-    part is there              wait for PARTS of one
+    part is there              wait for `parts` of one
     read, take                 load what others bring, what they have made
     read arrays, write arrays  load and store arrays that all ranks reach
     hint                       store, load how a part was stored: whatever is found will do
@@ -52,8 +52,8 @@ LOAD, STORE, RELEASE, WAIT, FENCE = "load", "store", "release", "wait", "fence"
 TURNS = 2  # rounds of a call that has several
 # Of a slot, whose two places are put and read as one, or each by itself.
 WHOLE, HALVES = ((False, True),), ((False,), (True,))
-TOLD = {"FILLED": "filled", "PARTS": "part", "READY": "made"}
-AWAITED = {"FILLED": "all filled", "READY": "all made"}
+TOLD = {"filled": "filled", "parts": "part", "ready": "made"}
+AWAITED = {"filled": "all filled", "ready": "all made"}
 RESULT = 1000  # of a round, where data of the round are meant by its number
 
 
@@ -76,7 +76,7 @@ class Rank:
 
     The methods are the functions of `collectives.node.reduce_kernels`, `flows`, `meeting` and
     `stores`, with their names and in their order. `without` leaves one thing out: what a method
-    does for a word, such as ("pipelined", "wait", "READY"), or one of two places, such as ("",
+    does for a word, such as ("pipelined", "wait", "ready"), or one of two places, such as ("",
     "slot", "").
 
     Args:
@@ -116,8 +116,8 @@ class Rank:
         self.begin_stores()
         self.fill(number)
         self.announce(number)
-        self.tell("FILLED", number)
-        self.wait("FILLED", number)
+        self.tell("filled", number)
+        self.wait("filled", number)
         self.agreed()
         # Of two ranks each reads its own array where it is.
         for rank in self.everybody if self.size > 2 else self.others:
@@ -131,13 +131,13 @@ class Rank:
     def by_pieces(self, take_all: bool = True) -> None:
         self.contribute(0)
         for turn in range(TURNS):
-            self.wait("FILLED", self.numbered(turn))
+            self.wait("filled", self.numbered(turn))
             if turn == 0:
                 self.agreed()
             if turn + 1 < TURNS:
                 self.contribute(turn + 1)
             self.combine_piece(turn, take_all)
-            self.wait("READY", self.numbered(turn))
+            self.wait("ready", self.numbered(turn))
             if take_all:
                 self.collect(turn)
 
@@ -146,8 +146,8 @@ class Rank:
         self.meet()
         for turn in range(TURNS):
             self.fill(self.numbered(turn))
-            self.tell("FILLED", self.numbered(turn))
-            self.wait("FILLED", self.numbered(turn))
+            self.tell("filled", self.numbered(turn))
+            self.wait("filled", self.numbered(turn))
             for rank in self.others:
                 self.read(rank, self.numbered(turn))
 
@@ -160,8 +160,8 @@ class Rank:
         """Meet in a round of its own, before arrays are handed over."""
         number = self.next_round(1 + TURNS)
         self.announce(number)
-        self.tell("FILLED", number)
-        self.wait("FILLED", number)
+        self.tell("filled", number)
+        self.wait("filled", number)
         self.agreed()
         self.begin_stores()
         self.met = 1
@@ -175,14 +175,14 @@ class Rank:
 
     def contribute(self, turn: int) -> None:
         self.fill(self.numbered(turn), [False])
-        self.tell("FILLED", self.numbered(turn))
+        self.tell("filled", self.numbered(turn))
 
     def combine_piece(self, turn: int, take_all: bool) -> None:
         for rank in self.others:
             self.read(rank, self.numbered(turn), [False])
         if take_all:
             self.put(self.numbered(turn), "make", result=True)
-        self.tell("READY", self.numbered(turn))
+        self.tell("ready", self.numbered(turn))
 
     def collect(self, turn: int) -> None:
         for rank in self.others:
@@ -199,12 +199,12 @@ class Rank:
         if is_streamed:
             self._fence("results")
         self.announce(number)
-        self.tell("FILLED", number)
-        self.wait("FILLED", number)
+        self.tell("filled", number)
+        self.wait("filled", number)
         self.agreed()
         self.combine_shared(number)
-        self.tell("READY", number)
-        self.wait("READY", number)
+        self.tell("ready", number)
+        self.wait("ready", number)
         for chunk in self.everybody:  # the user reads it
             self._load(("array", self.rank, chunk), number + RESULT)
 
@@ -220,8 +220,8 @@ class Rank:
         self.announce(number)
         self.begin_stores()
         self.fill(number)
-        self.tell("FILLED", number)
-        self.wait("FILLED", number)
+        self.tell("filled", number)
+        self.wait("filled", number)
         self.agreed()
         for rank in self.others:
             self.read(rank, number)
@@ -230,13 +230,13 @@ class Rank:
         self.announce(self.next_round(TURNS))
         self.begin_stores()
         for number in range(self.first, self.first + TURNS):
-            self.tell("FILLED", number)
+            self.tell("filled", number)
             for part, halves in enumerate(self.parts):
                 self.fill(number, halves)
                 self.said.append("hint")
-                self.tell("PARTS", 2 * number + part)
+                self.tell("parts", 2 * number + part)
             if number == self.first:
-                self.wait("FILLED", number)
+                self.wait("filled", number)
                 self.agreed()
             for part, halves in enumerate(self.parts):
                 for rank in self.others:
@@ -244,7 +244,7 @@ class Rank:
                     self.said.append("hint")
                     self.read(rank, number, halves)
             self.said.append("results")  # what that is for is in `shared`
-            self.wait("FILLED", number)
+            self.wait("filled", number)
 
     def next_round(self, rounds: int = 1) -> int:
         self.said.append("number")
@@ -304,8 +304,8 @@ class Rank:
 
     def wait_for(self, rank: int, number: int) -> None:
         self.said.append("part is there")
-        if not self._is_left_out("wait", "PARTS"):
-            self.steps.append(Step(WAIT, self._place(("PARTS", rank)), number))
+        if not self._is_left_out("wait", "parts"):
+            self.steps.append(Step(WAIT, self._place(("parts", rank)), number))
 
     def _fence(self, word: str) -> None:
         if not self._is_left_out("fence", word):

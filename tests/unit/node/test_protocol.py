@@ -75,15 +75,15 @@ def test_three_ranks_find_what_is_meant_for_them_in_every_order(processor, strea
     assert explore(3, sequence(length, 3), processor, streams) > 50_000
 
 
-# What a kind of call does for each word. `reduce_scatter` and `shared` put nothing before READY and
-# before either word, `pipelined_copy` nothing before FILLED: their fences are those of the others,
-# and not needed.
+# What a kind of call does for each flag. `reduce_scatter` and `shared` store nothing before `ready`
+# and before either flag, `pipelined_copy` nothing before `filled`: their fences are those of the
+# others, and not needed.
 NEEDED = {
-    ("wait", "FILLED"): list(KINDS),
-    ("wait", "READY"): ["pipelined", "elsewhere", "reduce_scatter", "shared"],
-    ("release", "FILLED"): list(KINDS),
-    ("release", "READY"): ["pipelined", "elsewhere", "reduce_scatter", "shared"],
-    ("fence", "FILLED"): [
+    ("wait", "filled"): list(KINDS),
+    ("wait", "ready"): ["pipelined", "elsewhere", "reduce_scatter", "shared"],
+    ("release", "filled"): list(KINDS),
+    ("release", "ready"): ["pipelined", "elsewhere", "reduce_scatter", "shared"],
+    ("fence", "filled"): [
         "one_shot",
         "pipelined",
         "direct",
@@ -91,10 +91,10 @@ NEEDED = {
         "reduce_scatter",
         "one_shot_copy",
     ],
-    ("fence", "READY"): ["pipelined", "elsewhere"],
-    ("wait", "PARTS"): ["pipelined_copy"],
-    ("release", "PARTS"): ["pipelined_copy"],
-    ("fence", "PARTS"): ["pipelined_copy"],
+    ("fence", "ready"): ["pipelined", "elsewhere"],
+    ("wait", "parts"): ["pipelined_copy"],
+    ("release", "parts"): ["pipelined_copy"],
+    ("fence", "parts"): ["pipelined_copy"],
     ("fence", "change"): [""],
     ("fence", "results"): ["shared"],
     ("slot", ""): [""],
@@ -117,7 +117,7 @@ def test_what_any_one_step_is_for(without):
 
 def test_all_wait_for_each_other_without_a_word():
     with pytest.raises(Wrong, match="all wait for each other"):
-        explore(2, sequence(2), X86_64, never, ("pipelined", "tell", "READY"))
+        explore(2, sequence(2), X86_64, never, ("pipelined", "tell", "ready"))
 
 
 MODULES = [store_autotuner, copy_kernels, synchronization, core_probe, reduce_kernels, slot_stores]
@@ -155,7 +155,7 @@ def follow(module, node, is_cited=False):
         here = CITED[module].get(node.lineno, [])
         # The place of the own slot is not a step, but what is stored there.
         arguments = set(map(ast.unparse, node.args)) if isinstance(node, ast.Call) else set()
-        is_cited = is_cited or bool(here or arguments & {"me", "block[w.RANK]"})
+        is_cited = is_cited or bool(here or arguments & {"me", "block.rank"})
         assert is_cited or name not in REACHES_OTHERS, f"{module.__name__}:{node.lineno}: {name}"
     for child in ast.iter_child_nodes(node):
         yield from follow(module, child, is_cited)

@@ -17,9 +17,9 @@ WAYS = {"plain": control_block.PLAIN, "streaming": control_block.STREAMING}
 
 @pytest.fixture(name="block")
 def _block():
-    state = np.zeros(control_block.STATE_WORDS, np.int64)
-    block = np.zeros(control_block.WORDS, np.int64)
-    block[control_block.STATE] = address(state)
+    state = np.zeros(1, control_block.STATE)
+    block = np.zeros(1, control_block.BLOCK)[0]
+    block["state"] = address(state)
     yield block
     state.fill(0)  # it lives as long as the block does
 
@@ -29,9 +29,9 @@ def calls(block, count, nbytes=LARGE, took=(0, 0)):
     ways = []
     for _ in range(count):
         result_stores.begin_result(block, nbytes)
-        ways.append(int(block[control_block.RESULTS]))
-        if block[control_block.TIMED]:
-            block[control_block.COPYING] = took[ways[-1]]
+        ways.append(int(block["result_mode"]))
+        if block["result_timed"]:
+            block["result_ns"] = took[ways[-1]]
         result_stores.end_result(block)
     return ways
 
@@ -74,9 +74,9 @@ def test_calls_that_bring_nothing_do_not_count_as_trials(block):
 def test_a_call_that_has_failed_is_no_trial(block):
     calls(block, FIRST_OF_ALL + 2 * TRIALS - 1, took=(800, 700))
     result_stores.begin_result(block, LARGE)
-    block[control_block.COPYING] = 1  # and it does not end
+    block["result_ns"] = 1  # and it does not end
     assert calls(block, 1) == [control_block.STREAMING]
-    assert block[control_block.COPIED : control_block.COPIED + 2].tolist() == [0, 0]
+    assert block["result_best_ns"].tolist() == [0, 0]
 
 
 def test_a_way_that_was_never_seen_to_the_end_is_not_taken(block):
@@ -88,9 +88,9 @@ def test_a_way_that_was_never_seen_to_the_end_is_not_taken(block):
 
 
 def test_nothing_is_compared_where_the_way_is_a_setting(block):
-    state = np.zeros(control_block.STATE_WORDS, np.int64)
-    state[control_block.FIXED] = True
-    block[control_block.STATE] = address(state)
+    state = np.zeros(1, control_block.STATE)
+    state["store_forced"] = True
+    block["state"] = address(state)
     assert calls(block, 20) == [control_block.STREAMING] * 20
     assert calls(block, 20, SMALL << 2) == [control_block.UNKNOWN] * 20
 
@@ -104,9 +104,9 @@ def test_either_way_copies_the_bytes_and_none_beside_them(block, way, far):
     for first in (0, 1, 63):
         for nbytes in (0, 1, 64, 9000):
             dest = np.zeros(10_000, np.uint8)
-            block[control_block.RESULTS], block[control_block.TIMED] = way, True
+            block["result_mode"], block["result_timed"] = way, True
             result_stores.write_result(block, address(dest) + first, address(source), nbytes, far)
             np.testing.assert_array_equal(dest[first : first + nbytes], source[:nbytes])
             assert not dest[:first].any()
             assert not dest[first + nbytes :].any()
-    assert block[control_block.COPYING] > 0
+    assert block["result_ns"] > 0

@@ -16,7 +16,8 @@ import pytest
 
 import inprocess
 from collectives.core.errors import CollectiveError, CollectiveTimeout
-from collectives.tracing import peer_status, recorder
+from collectives.node import control_block
+from collectives.tracing import recorder
 from collectives.tracing.peer_status import StatusBoard
 from collectives.tracing.recorder import Recorder, default_directory
 from launcher import run
@@ -242,9 +243,11 @@ class TestBoard:
 
     @pytest.fixture
     def ranks(self):
-        memory = np.zeros(3 * peer_status.NOTE_BYTES, np.uint8)
+        entries = np.zeros(3, control_block.STATUS_ENTRY)
         names = [f"rank {rank}" for rank in range(3)]
-        return [(StatusBoard(memory, rank, names), Recorder("world", rank, 3)) for rank in range(3)]
+        return [
+            (StatusBoard(entries, rank, names), Recorder("world", rank, 3)) for rank in range(3)
+        ]
 
     @staticmethod
     def enter(rank, number, operation):
