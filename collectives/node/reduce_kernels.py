@@ -1,9 +1,9 @@
 """Reduction kernels of the node engine, compiled by numba: fill, wait, combine.
 
 Each kind of call (`one_shot` ...) works until it is done or has waited for long; kinds that only
-move bytes are in `collectives.node.copy_kernels`. What happens to single elements is up to the
-loops of `collectives.kernels.loops`, whose addresses the block holds; so each kind is compiled
-once, whatever the dtype. `collectives.node.control_block` explains blocks, headers and slots.
+move bytes are in `collectives.node.copy_kernels`. Elements are combined in
+`collectives.node.tiles`, by loops whose addresses the block holds; so each kind is compiled once,
+whatever the dtype. `collectives.node.control_block` explains blocks, headers and slots.
 
 Round k uses slot k mod 2 of every rank. In a round each rank
 
@@ -31,14 +31,7 @@ import numpy as np
 from numba import carray, njit
 
 from collectives.kernels import numba_compiler
-from collectives.kernels.intrinsics import (
-    call_binary,
-    call_unary,
-    copy,
-    fence,
-    pointer,
-    record,
-)
+from collectives.kernels.intrinsics import copy, fence, pointer, record
 from collectives.node.control_block import (
     BLOCK,
     DONE,
@@ -46,7 +39,6 @@ from collectives.node.control_block import (
     IN_PLACE,
     MISMATCH,
     TILE,
-    TILE_BYTES,
     WAITING,
     WANT_ALL,
     WANT_NONE,
@@ -68,6 +60,14 @@ from collectives.node.synchronization import (
     slot,
     wait,
 )
+from collectives.node.tiles import (
+    accumulate,
+    combine_all,
+    combine_two,
+    fill,
+    own_contribution,
+    save,
+)
 
 __all__ = ["direct", "make", "one_shot", "pipelined", "shared"]
 
@@ -82,84 +82,6 @@ __all__ = ["direct", "make", "one_shot", "pipelined", "shared"]
 _LONG_BYTES, _HANDED_OVER_OF_LONG = 1 << 23, 1 << 17
 
 
-@njit
-def _fill(block: Any, dest: int, source: int, n: int) -> None:
-    """Copy a contribution to where others read it."""
-    width = block.itemsize
-    if not block.fill:
-        write_slot(block, dest, source, n * width)  # [fill]
-        return
-    for at in range(0, n, TILE):
-        few = min(TILE, n - at)
-        call_unary(block.fill, block.scratch, source + at * width, few, block.size)
-        write_slot(block, dest + at * width, block.scratch, few * width)  # [fill]
-
-
-@njit
-def _own_contribution(block: Any, source: int, n: int, rank: int) -> int:
-    """Return where a contribution that lies in no slot can be read as one that does."""
-    if not block.fill:
-        return source
-    part = block.scratch + (2 + rank % 2) * TILE_BYTES  # two are combined at a time
-    call_unary(block.fill, part, source, n, block.size)
-    return part
-
-
-@njit
-def _accumulate(block: Any, total: int, source: int, n: int, rank: int) -> None:
-    """Go on with a sum in rank order."""
-    if rank == 0:
-        block.previous_part = source
-    elif rank == 1:
-        call_binary(block.start, total, block.previous_part, source, n)
-    else:
-        call_unary(block.add, total, source, n, block.size)
-
-
-@njit
-def _save(block: Any, total: int, n: int) -> int:
-    """Return where a sum that has grown in a tile lies in the type of the arrays."""
-    if not block.save:
-        return total
-    call_unary(block.save, total + TILE_BYTES, total, n, block.size)
-    return total + TILE_BYTES
-
-
-@njit
-def _combine_all(block: Any, at: int, n: int) -> None:
-    """Combine so many elements of all ranks, each of whose slots is read."""
-    offset = at * block.itemsize
-    dest = block.out + offset
-    total = block.scratch if block.save else dest
-    for rank in range(block.size):
-        source = slot(block, rank, block.first_round) + offset  # [read]
-        _accumulate(block, total, source, n, rank)
-    if block.save:
-        call_unary(block.save, dest, total, n, block.size)
-
-
-@njit
-def _combine_two(block: Any, number: int, start: int, at: int, n: int) -> None:
-    """Combine so many elements of two ranks; this one's are read where they are.
-
-    The slot of a round begins with an element `start`, and these are `at` elements behind it.
-    The loops of two arrays do all at once: divide, add and round.
-
-    Two slots, whose addresses differ by a power of two, drive each other's lines out of the level 1
-    cache of some processors.
-    """
-    me, offset = block.rank, (start + at) * block.itemsize
-    dest = block.out + offset
-    own = block.send + offset
-    theirs = slot(block, 1 - me, number) + at * block.itemsize  # [read]
-    if own == dest:
-        call_unary(block.add if me == 0 else block.add_reversed, dest, theirs, n, 2)
-    elif me == 0:
-        call_binary(block.start, dest, own, theirs, n)
-    else:
-        call_binary(block.start, dest, theirs, own, n)
-
-
 def one_shot(address: int) -> int:
     """Reduce arrays that fit in a slot: one round, in which every rank combines all arrays.
 
@@ -170,7 +92,7 @@ def one_shot(address: int) -> int:
     if block.phase == 0:
         number = next_round(block)  # [number]
         begin_stores(block, count * block.itemsize)
-        _fill(block, slot(block, block.rank, number), block.send, count)
+        fill(block, slot(block, block.rank, number), block.send, count)
         publish_hash(block, number)  # [hash]
         publish_flag(block, FIELD.filled, number)  # [filled]
         block.phase = 1
@@ -181,9 +103,9 @@ def one_shot(address: int) -> int:
     for at in range(0, count, TILE):
         n = min(TILE, count - at)
         if block.size == 2:
-            _combine_two(block, block.first_round, 0, at, n)
+            combine_two(block, block.first_round, 0, at, n)
         else:
-            _combine_all(block, at, n)
+            combine_all(block, at, n)
     end_stores(block)
     return end(block, DONE, 1)
 
@@ -228,7 +150,7 @@ def _contribute(block: Any, turn: int) -> None:
         if owner != block.rank:  # the own part is read where it is
             start, n = _span(block, owner, turn)
             dest = own + owner * _piece(block)
-            _fill(block, dest, block.send + start * block.itemsize, n)
+            fill(block, dest, block.send + start * block.itemsize, n)
     publish_flag(block, FIELD.filled, number)  # [filled]
 
 
@@ -252,11 +174,11 @@ def _combine_piece(block: Any, turn: int) -> None:
         offset = (start + at) * width
         for rank in range(block.size):
             if rank == me:
-                source = _own_contribution(block, block.send + offset, n, rank)
+                source = own_contribution(block, block.send + offset, n, rank)
             else:
                 source = slot(block, rank, number) + place + at * width  # [read]
-            _accumulate(block, block.scratch, source, n, rank)
-        result = _save(block, block.scratch, n)
+            accumulate(block, block.scratch, source, n, rank)
+        result = save(block, block.scratch, n)
         if block.want != WANT_NONE:
             write_result(block, block.out + offset, result, n * width, False)
         if block.want != WANT_OWN:
@@ -337,13 +259,13 @@ def _continue_direct(block: Any) -> int:
         count = min(length, block.count - start)
         if block.phase == 4:
             source = block.send + start * block.itemsize
-            _fill(block, slot(block, block.rank, number), source, count)
+            fill(block, slot(block, block.rank, number), source, count)
             publish_flag(block, FIELD.filled, number)  # [filled]
             block.phase = 5
         if not wait(block, FIELD.filled, number):  # [all filled]
             return WAITING
         for at in range(0, count, TILE):
-            _combine_two(block, number, start, at, min(TILE, count - at))
+            combine_two(block, number, start, at, min(TILE, count - at))
         block.done_rounds = turn + 1
         block.phase = 4
     end_stores(block)
@@ -389,9 +311,9 @@ def _combine_shared(block: Any) -> None:
     for at in range(bounds[block.rank], stop, TILE):
         n = min(TILE, stop - at)
         for rank in range(block.size):
-            source = _own_contribution(block, table[rank] + at * width, n, rank)  # [read arrays]
-            _accumulate(block, block.scratch, source, n, rank)
-        result = _save(block, block.scratch, n)
+            source = own_contribution(block, table[rank] + at * width, n, rank)  # [read arrays]
+            accumulate(block, block.scratch, source, n, rank)
+        result = save(block, block.scratch, n)
         for rank in range(block.size):
             copy(table[rank] + at * width, result, n * width)  # [write arrays]
 

@@ -18,6 +18,7 @@ from collectives.node import (
     slot_stores,
     store_autotuner,
     synchronization,
+    tiles,
 )
 from pairwise import also
 from protocol import ARM64, KINDS, OF_TWO, X86_64, Wrong, explore, steps_of
@@ -120,7 +121,9 @@ def test_all_wait_for_each_other_without_a_word():
         explore(2, sequence(2), X86_64, never, ("pipelined", "tell", "ready"))
 
 
-MODULES = [store_autotuner, copy_kernels, synchronization, core_probe, reduce_kernels, slot_stores]
+MODULES = [
+    store_autotuner, copy_kernels, synchronization, core_probe, reduce_kernels, slot_stores, tiles
+]  # fmt: skip
 
 # What gives the address of shared memory, or orders stores there.
 REACHES_OTHERS = {"header", "slot", "fence", "store_fence_full", "next_round", "table[rank]"}
