@@ -225,7 +225,7 @@ class Group:
         self.refuse_calls("it was closed")
         self._unregister()
         if self.node_engine is not None:
-            self.node_engine.close()
+            self.node_engine.peers.close()
         self.transport.close()
         # These refer to the group. Without the cycles its memory is free at once, and serves the
         # next group: a program that makes many groups grew by 1 to 2 KiB for each.
@@ -242,11 +242,11 @@ class Group:
         self._unregister()
         self.transport.revoke()
         if self.node_engine is not None:
-            self.node_engine.close()
+            self.node_engine.peers.close()
 
     def dead_here(self) -> list[int]:
         """Return the ranks of this node that have died, as far as shared memory tells."""
-        return [] if self.node_engine is None else self.node_engine.dead()
+        return [] if self.node_engine is None else self.node_engine.peers.dead()
 
     def _missing(self) -> str:
         """Say what the ranks that have not come did last, where that is known."""
@@ -335,7 +335,7 @@ class Group:
             names = [self.transport.name([ranks.parent_rank(rank)]) for rank in range(ranks.size)]
             self.node_engine = made
             self.status = peer_status.StatusBoard(made.status_entries, ranks.rank, names)
-            made.last_call = self.status.last
+            made.peers.last_call = self.status.last
             self.levels = node_stages.in_shared_memory(self.levels, made)
             self.attach_listeners()
         if is_fault_tolerant() and self.local_rank == 0:

@@ -39,7 +39,6 @@ multi-cores", SC23, section 3.
 
 from __future__ import annotations
 
-import contextlib
 import ctypes
 import functools
 import os
@@ -52,12 +51,11 @@ from collectives.arrays.device import is_half
 from collectives.arrays.host_arrays import Array, address
 from collectives.arrays.reduction import Op
 from collectives.core import topology
-from collectives.core.errors import PeerFailure
 from collectives.core.settings import Stores
 from collectives.kernels import machine_code
 from collectives.kernels.loops import loops, reversed_loop, reversed_name
 from collectives.kernels.loops import names as loop_names
-from collectives.node import kernel_selection, segment, temporary_directories
+from collectives.node import kernel_selection, peer_watch, segment
 from collectives.node.control_block import (
     COPY,
     DONE,
@@ -79,9 +77,9 @@ from collectives.node.control_block import (
     State,
     Trace,
 )
+from collectives.node.peer_watch import PeerWatch
 from collectives.node.shared_arrays import SharedArrays
-from collectives.transport import liveness
-from collectives.transport.backoff import Backoff, CompletedWait, Deadline, this_thread
+from collectives.transport.backoff import Deadline
 from collectives.transport.transport import Transport
 
 if TYPE_CHECKING:
@@ -108,10 +106,6 @@ _PAGE = 4096
 # 8 bytes among 4 ranks on 2 cores, in us: 0 pauses 7.6, 20 8.0, 100 14.5, 1000 135; of 8 ranks 30,
 # 32, 67, 308. 20 or 2000 yields instead of 200: 9.1, 6.8; of 8 ranks 42, 42.
 _SPINS, _SPINS_CROWDED, _YIELDS = 2000, 20, 200
-
-# The nap of a thread that waits in the background while its rank computes, and cores are few: about
-# a meeting's share of the time in which a bucket of 4 MiB is reduced.
-_BACKGROUND_NAP_SECONDS = 0.0002
 
 # Loads a kind of call, which the first rank of a machine compiles.
 _ROUNDS = "collectives.node.reduce_kernels"
@@ -162,42 +156,20 @@ def start(transport: Transport, directory: str | None, deadline: Deadline) -> En
     if memory is None:
         return None
     memory[::_PAGE].max()  # mapped now, not while somebody waits, or takes the time of a store
-    return Engine(transport, memory, headers, slot, _signs_of_life(transport, directory, deadline))
-
-
-def _signs_of_life(
-    transport: Transport, directory: str, deadline: Deadline
-) -> liveness.Liveness | None:
-    """Let every rank see which others have died; None on all ranks where that is not possible."""
-    path, own, problem = "", None, ""
-    with contextlib.ExitStack() as stack:
-        if transport.rank == 0:
-            with contextlib.suppress(OSError):
-                path = liveness.create(
-                    stack.enter_context(temporary_directories.temporary(directory))
-                )
-        path = segment.broadcast_text(transport, path, deadline)
-        try:
-            own = liveness.Liveness(path, transport.rank, transport.size) if path else None
-        except OSError as error:
-            problem = str(error)
-        problem = segment.first_error(transport, problem, deadline)
-    if own is not None and problem:
-        own.close()
-        return None
-    return own
+    return Engine(
+        transport, memory, headers, slot, peer_watch.start(transport, directory, deadline)
+    )
 
 
 class Engine:
     """The operations of a group of ranks on one node.
 
     Args:
-        transport: the ranks; serves for errors only. Where it is a part of a larger group, they
-            name ranks by their numbers there.
+        transport: the ranks.
         memory: the segment: headers, status entries, then two slots per rank.
         headers: bytes in front of the slots.
         slot: bytes of a slot.
-        living: tells which ranks have died.
+        peers: watches the other ranks.
 
     Attributes:
         status_entries: the ranks' last calls, shape (size,), dtype `control_block.STATUS_ENTRY`.
@@ -205,18 +177,13 @@ class Engine:
         size: how many there are.
         driven: how many calls this rank has begun to `run`.
         shared: arrays that are reduced where they are.
-        last_call: tells what a rank did last, for errors: "after allreduce #2 at train.py:5".
+        peers: watches the other ranks in waits.
     """
 
     def __init__(
-        self, transport: Transport, memory: Array, headers: int, slot: int,
-        living: liveness.Liveness | None,
-    ) -> None:  # fmt: skip
-        self._transport = transport
-        self._is_part = transport.parent is not transport
-        self._living = living
-        self._gone: tuple[int, Backoff] | None = None  # rank that has left, and in which wait
-        self.last_call: Callable[[int], str] = str
+        self, transport: Transport, memory: Array, headers: int, slot: int, peers: PeerWatch
+    ) -> None:
+        self.peers = peers
         first = transport.size * HEADER.itemsize
         last = first + transport.size * STATUS_ENTRY.itemsize
         self.status_entries = memory[first:last].view(STATUS_ENTRY)
@@ -233,8 +200,6 @@ class Engine:
         self.shared = SharedArrays(self.rank, self.size)
         base = address(memory)
         self._crowded = crowded = self.size > (os.cpu_count() or 1)
-        # Whether a second busy thread of every rank takes a core from somebody.
-        self._two_are_many = 2 * self.size > (os.cpu_count() or 1)
         self._template = Block(
             rank=self.rank,
             size=self.size,
@@ -393,8 +358,8 @@ class Engine:
             # What comes after a long wait is quick again, so that each thing has a wait of its own.
             progress = work.block.phase, work.block.done_rounds
             if progress != before:
-                before, wait = progress, Backoff(self._first_nap)
-            self._pause(work.block, deadline, wait)
+                before, wait = progress, self.peers.backoff()
+            self.peers.pause(work.block.missing_rank, deadline, wait)
             status = kernel(block)
         return status in (DONE, NOTED)
 
@@ -414,53 +379,6 @@ class Engine:
         count, self._trace.count = self._trace.count, 0
         events: list[Event] = self._events[:count].tolist()
         return events
-
-    @property
-    def _first_nap(self) -> float:
-        """Seconds of the first naps: where a thread of the same rank computes, it needs a core."""
-        in_background = self._two_are_many and this_thread.stop is not None
-        return _BACKGROUND_NAP_SECONDS if in_background else 0.0
-
-    def _pause(self, block: Any, deadline: Deadline, wait: Backoff) -> None:
-        """Look at the clock between two calls of a kernel that waits."""
-        whole = self._transport.parent
-        missing = block.missing_rank
-        number = self._transport.parent_rank(missing)
-        absent = CompletedWait(
-            f"{whole.name([number])} to enter the call", (number,), has_come=False
-        )
-        deadline.check(whole, [absent])
-        if self._is_part:  # other nodes may wait for what this rank has sent
-            self._transport.progress()
-        if wait.pause():
-            self._look_after(missing, deadline.operation, wait)
-
-    def dead(self) -> list[int]:
-        """Return the ranks that have died, by their numbers in the whole group."""
-        dead = [] if self._living is None else self._living.dead()
-        if dead:
-            liveness.arm()
-        return [self._transport.parent_rank(rank) for rank in dead]
-
-    def _look_after(self, missing: int, operation: str, wait: Backoff) -> None:
-        """Raise `PeerFailure` if a rank has died, or one that has not come has left."""
-        whole = self._transport.parent
-        if dead := self.dead():  # however the job was launched
-            raise PeerFailure(f"{operation}: {whole.name(dead)} died ({whole.where})")
-        self._transport.check_peers(operation, [missing])
-        gone = "" if self._living is None else self._living.exited(missing)
-        if gone and self._gone == (missing, wait):
-            how = f"{gone} ({self.last_call(missing)})"
-            self._transport.propagate_failure(missing, how)
-            name = whole.name([self._transport.parent_rank(missing)])
-            raise PeerFailure(f"{operation}: {name} {how} ({whole.where})")
-        # Not before the next look: it may have come, and left, since the kernel last looked.
-        self._gone = (missing, wait) if gone else None
-
-    def close(self) -> None:
-        """Take back this rank's sign of life."""
-        if self._living is not None:
-            self._living.close()
 
     def _block(
         self, digest: int, send: Array | None, out: Array | None, op: Op | None = None

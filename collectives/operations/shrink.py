@@ -90,4 +90,4 @@ def _release(group: Group) -> None:
     group.close_state_of(request_thread)
     group.close_state_of(P2PEndpoint)
     if group.node_engine is not None:
-        group.node_engine.close()
+        group.node_engine.peers.close()

@@ -25,7 +25,7 @@ from collectives.calls.group import Group
 from collectives.communicator import Communicator, group_of
 from collectives.core.settings import Settings, Stores
 from collectives.kernels import int8
-from collectives.node import control_block, segment
+from collectives.node import control_block, peer_watch, segment
 from collectives.node import engine as node
 from collectives.transport.transport import Deadline
 
@@ -466,7 +466,7 @@ def test_a_rank_that_has_waited_long_for_one_round_does_not_doze_in_the_next(mon
 
         rank_0 = threading.current_thread()
         with monkeypatch.context() as patch:
-            patch.setattr(node, "Backoff", FastBackoff)
+            patch.setattr(peer_watch, "Backoff", FastBackoff)
             assert engine.run(node.KernelCall(kernel, block, ()), Deadline("allreduce", 20))
         return counts
 
