@@ -1,4 +1,4 @@
-"""Layout of a call in the shared memory of a node, as structured dtypes with named fields.
+"""Layout of the shared control structures: call blocks, rank headers and rank state.
 
 The ranks of a node share a segment (`collectives.node.segment`). In it each rank has a *header*
 (`HEADER`), which only it writes, and two *slots* for its data. A kernel

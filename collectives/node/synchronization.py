@@ -1,4 +1,4 @@
-"""How ranks of a node meet: they store flags in their headers and wait for those of others.
+"""Flags in shared memory: ranks signal rounds and wait for each other.
 
 Each call begins with `next_round`, has some waits, and ends with `end`: these three note the time,
 while tracing is on (`control_block.TRACE`). Otherwise tracing costs a load.

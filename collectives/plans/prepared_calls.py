@@ -178,7 +178,7 @@ class NodeCall(_AddressCall):
         group.gate = self
         self._send[0] = send
         self._out[0] = out - self._before
-        self.repeat(timeout, self.ours, then)
+        self.repeat(timeout, frame, then)
 
     def repeat(
         self, timeout: float | None, frame: FrameType, then: Callable[[], None] | None = None

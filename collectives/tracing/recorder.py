@@ -31,7 +31,7 @@ from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 from collectives.node.control_block import CallTimes
-from collectives.tracing.call_sites import Site, attributed, user_frame
+from collectives.tracing.call_sites import Site, attributed, caller, user_frame
 
 __all__ = [
     "NO_FIELDS",

@@ -10,6 +10,7 @@ import pytest
 
 import collectives as cc
 import oracle
+from collectives.communicator import group_of
 from collectives.transport.backoff import Deadline
 
 
