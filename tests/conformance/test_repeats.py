@@ -281,7 +281,7 @@ def test_every_call_names_the_users_line_also_through_our_packages(world):
         for _ in range(3):
             for call, line in zip(calls, lines, strict=True):
                 call()
-                site = comm.recorder.records[-1].site
+                site = group_of(comm).recorder.records[-1].site
                 assert (site.file, site.line) == (__file__, line)
 
     world.run(check)
@@ -297,13 +297,13 @@ def test_a_plan_that_is_recorded_names_the_line_that_calls_it(world):
         ]
         lines = []
         for plan in 3 * plans:
-            number = comm.call_number
+            number = group_of(comm).call_number
             plan()
-            if comm.call_number > number:  # else a kernel made the call alone
-                lines.append(comm.recorder.records[-1].site.line)
+            if group_of(comm).call_number > number:  # else a kernel made the call alone
+                lines.append(group_of(comm).recorder.records[-1].site.line)
         line = sys._getframe().f_lineno - 3
         assert lines == len(lines) * [line]
-        if not comm.uses_messages and comm.size > 1:
+        if not group_of(comm).uses_messages and comm.size > 1:
             assert not lines
         else:
             assert len(lines) == 3 * len(plans)
