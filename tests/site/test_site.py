@@ -147,12 +147,12 @@ def test_a_phone_shows_pages_without_scrolling_sideways_and_has_the_navigation(s
         width = page.evaluate("() => document.documentElement.scrollWidth")
         assert width <= PHONE["width"], name
     page.goto(address(site, "index"))
-    link = page.locator(".sidebar-tree a", has_text="Five minutes")
+    link = page.locator(".sidebar-tree a", has_text="Quickstart")
     box = link.bounding_box()
     assert box is None or box["x"] + box["width"] <= 0  # beside the screen
     page.locator("label[for=__navigation]:visible").click()
     link.click()
-    assert "Five minutes" in page.title()
+    assert "Quickstart" in page.title()
 
 
 @pytest.mark.parametrize("part", range(PARTS))
