@@ -57,7 +57,9 @@ def test_programs_that_outlive_ranks_print_what_the_page_shows(page, tmp_path):
 @pytest.mark.parametrize("page", TORCH_PAGES)
 def test_programs_of_torch_print_what_the_page_shows(page, tmp_path):
     installed("torch")
-    assert programs.try_out(programs.read(DOCS / page), tmp_path, 90) == TORCH_PAGES[page]
+    assert (
+        programs.try_out(programs.read(DOCS / page), tmp_path, 90, ELSEWHERE) == TORCH_PAGES[page]
+    )
 
 
 def test_every_tutorial_and_short_answer_is_tried():
