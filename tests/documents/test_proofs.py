@@ -35,7 +35,8 @@ def test_a_page_whose_examples_run_is_named_by_their_test():
 
 # Pages about other libraries, whose names they name.
 OF_OTHERS = {
-    "comparison.md", "from-tensorflow.md", "from-torch-distributed.md", "migrate-from-horovod.md", "sessions.md",
+    "comparison.md", "from-tensorflow.md", "from-torch-distributed.md", "migrate-from-horovod.md",
+    "sessions.md",
 }  # fmt: skip
 
 # What other pages name of MPI, CUDA, Slurm and libraries, or as an example.
