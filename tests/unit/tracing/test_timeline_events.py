@@ -41,6 +41,19 @@ class Shown(NamedTuple):
         ]  # fmt: skip
 
 
+def slices(events):
+    """Yield complete slices; one of more than half a second is written as its begin and its end."""
+    begun = defaultdict(list)
+    for event in events:
+        if event.get("ph") == "X":
+            yield event
+        elif event.get("ph") == "B":
+            begun[event["tid"]].append(event)
+        elif event.get("ph") == "E":
+            first = begun[event["tid"]].pop()
+            yield {**first, "dur": event["ts"] - first["ts"], "args": event["args"]}
+
+
 @pytest.fixture
 def shown(tmp_path):
     """A function that runs ranks under a timeline, and returns what it shows of each."""
@@ -64,9 +77,8 @@ def shown(tmp_path):
         events = json.loads(path.read_text())
         threads = {e["tid"]: e["args"]["name"] for e in events if e.get("name") == "thread_name"}
         calls, parts = defaultdict(list), defaultdict(list)
-        for event in events:
-            if event.get("ph") == "X":
-                (calls if event["cat"] == "call" else parts)[threads[event["tid"]]].append(event)
+        for event in slices(events):
+            (calls if event["cat"] == "call" else parts)[threads[event["tid"]]].append(event)
         names = [f"rank {rank}" for rank in range(size)]
         return [Shown(calls[name], parts[name]) for name in names], Shown(
             calls["unisono-requests"], parts["unisono-requests"]
@@ -228,7 +240,7 @@ def test_a_timeline_may_begin_and_end_between_calls(tmp_path):
             comm.barrier()
 
     inprocess.run_ranks(2, calls, settings=inprocess.world_settings(True))
-    names = [event["name"] for event in json.loads(path.read_text()) if event.get("ph") == "X"]
+    names = [event["name"] for event in slices(json.loads(path.read_text()))]
     calls = [name for name in names if name not in KINDS]
     assert sorted(calls) == ["barrier", "barrier", "planned allreduce", "planned allreduce"]
 
