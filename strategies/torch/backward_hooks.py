@@ -141,7 +141,7 @@ def _write_to_bucket(place: torch.Tensor | None, parameter: torch.Tensor) -> Non
     """Write the gradient to its place, while it is in the caches, and let it be seen there.
 
     The memory that it came in serves the next one: a step that frees its gradients together clears
-    new pages for all of them, which takes longer than the exchange (docs/benchmarks/README.md).
+    new pages for all of them, which takes longer than the exchange (docs/benchmarks/pytorch.md).
     """
     gradient = parameter.grad
     if place is None or gradient is None or gradient.layout is not torch.strided:
