@@ -78,7 +78,7 @@ def current_origin() -> CallOrigin:
     """Find out where the call comes from in which this thread is."""
     if (known := attributed.get(get_ident())) is not None:
         return known
-    frame = inner = sys._getframe(1)
+    frame = inner = caller()
     while frame.f_back is not None and _module(frame).startswith(_OURS + _BETWEEN):
         if _module(frame).startswith(_OURS):
             inner = frame
