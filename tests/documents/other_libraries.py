@@ -334,7 +334,7 @@ def of_torch() -> dict:
         "`barrier()`, `monitored_barrier(timeout)`": barrier,
         "`new_group([0, 2])`": groups,
         "`isend`, `irecv`, `batch_isend_irecv`": by_request,
-        "`recv(x)` from any rank, and who has sent": from_anybody,
+        "`recv(x)` from any rank, and its source": from_anybody,
     }
 
 
