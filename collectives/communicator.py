@@ -36,7 +36,7 @@ __all__ = ["Communicator", "from_mpi", "group_of", "open_communicators"]
 P = ParamSpec("P")
 R = TypeVar("R")
 
-# All of this process.
+# All communicators of this process.
 _communicators: weakref.WeakSet[Communicator] = weakref.WeakSet()
 
 

@@ -1,4 +1,4 @@
-"""The output of commands that docs/command-line.md shows: `python docs/commands.py` writes it anew.
+"""Output of commands in docs/command-line.md; `python docs/commands.py` regenerates it.
 
 The output of `mpirun` is from one machine and stays, except for the cases that `check` lists.
 """

@@ -29,7 +29,7 @@ DEEPEST = 7  # helpers of helpers
 FEWEST_LETTERS = 4  # of a text that says something
 # Before and after that: the operation, and what is counted or named in parentheses.
 _CORE = re.compile(r"^(?:[\w. ]+|\.\.\. \([^)]*\)): |(?:\s*\([^()]*\))+$")
-# What `strategies.rpc.client` makes of the error of another task.
+# `strategies.rpc.client` adds the operation and the object to the error of another task.
 _REMOTE = re.compile(r"[\w. ]+: (.+) \(object: [^()]*\)")
 
 _INTRO = """\

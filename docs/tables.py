@@ -1,4 +1,4 @@
-"""What pages and docstrings list of the code: rooms, modules, algorithms and their costs.
+"""Generated tables of pages and docstrings: rooms, modules, algorithms and their costs.
 
 python docs/tables.py    writes the tables of docs/architecture.md and docs/operations.md, and the
                          names of algorithms in the docstrings of operations
@@ -95,7 +95,7 @@ def costs(module: str) -> dict[str, str]:
 
 
 def cost_table() -> Iterator[str]:
-    """Give the lines of the table of costs; MPI does not say those of its own algorithms."""
+    """Yield the lines of the table of costs; the costs of MPI's own algorithms are unknown."""
     yield "| operation | algorithm | messages sent per rank | bytes sent per rank | scratch |\n"
     yield "| --- | --- | --- | --- | --- |\n"
     for operation, names in implementations().items():

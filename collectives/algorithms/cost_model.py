@@ -8,7 +8,7 @@ messages between nodes.
 
 Ranks are placed node by node, P/N = k on each of N nodes, P ranks in all. A step of an algorithm is
 as slow as its slowest link. Messages of several ranks of a node at once share the node's link to
-the network, in either direction, which is what tells the algorithms apart.
+the network, in either direction; this sharing is the main difference among algorithms.
 
 Chunks go in slices that follow one another, so a long message costs its bytes and one alpha, and
 combining overlaps with it. On fast links the programs take the time: a message costs each of the

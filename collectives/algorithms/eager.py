@@ -83,7 +83,7 @@ BLOCK = np.dtype(
         ("out", "i8"),  # address of the result
         ("count", "i8"),  # elements
         ("itemsize", "i8"),  # bytes of an element
-        ("ranks", "i8"),  # by which MEAN divides
+        ("ranks", "i8"),  # divisor of MEAN
         ("fill", "i8"),  # address of the loop that copies the contribution; 0 for a plain copy
         ("add", "i8"),  # address of the loop that combines
         # The progress of the call, 0 before it:

@@ -41,7 +41,7 @@ _LEAST_EXIT_SECONDS = 60.0
 
 T = TypeVar("T")
 
-# All of this process.
+# All groups of this process.
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
@@ -72,12 +72,7 @@ class Group:
         name: in flight records.
 
     Attributes:
-        rank: number of this process in the group, `0 .. size - 1`.
-        size: number of processes in the group.
-        local_rank: number of this process among those of its node.
-        local_size: number of the group's processes on this node.
-        node_rank: number of this node, in the order of the nodes' lowest ranks.
-        num_nodes: number of nodes that the group spans.
+        rank, size, local_rank, local_size, node_rank, num_nodes: see `Communicator`.
         layout: what "auto" goes by.
         levels_by_messages: the stages in and between nodes, all of them by messages.
         levels: the same, in shared memory inside this rank's node where the ranks meet there.

@@ -162,7 +162,7 @@ TRACE = np.dtype(
     [
         ("count", "i8"),  # of events
         ("wait_began", "i8"),  # ns of the monotonic clock; 0 outside a wait
-        ("late_rank", "i8"),  # for which the kernel has returned WAITING; -1 for none
+        ("late_rank", "i8"),  # the rank that the kernel waits for after WAITING; -1 for none
         ("padding", "i8"),  # so that events begin at a multiple of their size
         ("events", EVENT, MAX_EVENTS),
     ],

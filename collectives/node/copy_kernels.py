@@ -183,7 +183,7 @@ def pipelined_copy(address: int) -> int:
             publish_flag(block, FIELD.filled, number)  # [filled]
             _put_parts(block, turn)
             block.phase = 2
-        if block.phase == 2 and turn == 0:  # nobody copies before all are known to be alike
+        if block.phase == 2 and turn == 0:  # compare all hashes before copying
             if not wait(block, FIELD.filled, number):  # [all filled]
                 return WAITING
             if not hashes_match(block):  # [hashes]

@@ -68,7 +68,7 @@ class PeerWatch:
         self._living = living
         self._gone: tuple[int, Backoff] | None = None  # rank that has left, and in which wait
         self.last_call: Callable[[int], str] = str
-        # Whether a second busy thread of every rank takes a core from somebody.
+        # Whether the ranks have too few cores for a second busy thread each.
         self._two_are_many = 2 * transport.size > (os.cpu_count() or 1)
 
     def backoff(self) -> Backoff:

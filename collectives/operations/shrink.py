@@ -18,7 +18,7 @@ __all__ = ["agree", "shrink"]
 
 
 def shrink(group: Group, *, timeout: float | None = None) -> Group:
-    """Make a group of the ranks that live, and release this one; as `Communicator.shrink`."""
+    """Create a group of the surviving ranks, and release this one; see `Communicator.shrink`."""
     if not is_fault_tolerant():
         library = processes.library().partition(",")[0]
         raise LaunchError(

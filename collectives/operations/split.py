@@ -23,7 +23,7 @@ LARGEST_TAG = (1 << 14) - 1
 
 
 def split(group: Group, color: int | None, key: int = 0) -> Group | None:
-    """Make groups of the ranks that name the same color; as `Communicator.split`."""
+    """Split a group by color; see `Communicator.split`."""
     with begin_call(group, "split") as call:
         wish = (-1 if color is None else operator.index(color), operator.index(key))
         if color is not None and color < 0:
@@ -56,7 +56,7 @@ def split(group: Group, color: int | None, key: int = 0) -> Group | None:
 
 
 def create_group(whole: Group, ranks: Sequence[int], *, tag: int | None = None) -> Group | None:
-    """Make a group of some ranks, numbered in the order given; as `Communicator.group`."""
+    """Create a group of the listed ranks; see `Communicator.group`."""
     if tag is not None:
         return _create_tagged_group(whole, ranks, operator.index(tag))
     with begin_call(whole, "group") as call:

@@ -75,7 +75,7 @@ attributed: dict[int, CallOrigin] = {}
 
 
 def current_origin() -> CallOrigin:
-    """Find out where the call comes from in which this thread is."""
+    """Return the call site of the call that this thread is in."""
     if (known := attributed.get(get_ident())) is not None:
         return known
     frame = inner = caller()
@@ -107,10 +107,10 @@ class _CallsFrom:
 
 
 def calls_from(origin: CallOrigin) -> AbstractContextManager[None]:
-    """Return a block in which the calls of a thread count as made there.
+    """Return a context manager that attributes the calls of a thread to another call site.
 
-    Errors and flight records of a thread that carries out the calls of another one then name the
-    line that asked for them. The block may be entered many times, by one thread at a time.
+    A thread that executes requests of other threads uses it, so that errors and flight records name
+    the line that made the request. It can be entered repeatedly, by one thread at a time.
     """
     return _CallsFrom(origin)
 
@@ -121,9 +121,9 @@ def _module(frame: FrameType) -> str:
 
 
 def known_as(name: str) -> Callable[[T], T]:
-    """Return a decorator of what users call by another name: a class or a function of `strategies`.
+    """Return a decorator that sets the public name of a class or function of `strategies`.
 
-    `CallOrigin.entry` has that name. Of a class only the name of the method is added to it.
+    `CallOrigin.entry`, and thus errors, use the name; for a class followed by the method.
     """
 
     def note(called: T) -> T:
@@ -133,7 +133,7 @@ def known_as(name: str) -> Callable[[T], T]:
     return note
 
 
-# By the class, or the code of the function.
+# Class, or code object of a function -> public name.
 _names: dict[object, str] = {}
 
 
@@ -168,7 +168,7 @@ def other_thread_in(call: object) -> str | None:
 
 
 def call_site(frame: FrameType) -> tuple[CodeType, int]:
-    """Return where this thread's call comes from, as `Record` has it; the frame as `user_frame`."""
+    """Return code and instruction of this thread's call; the search begins at a frame."""
     if (known := attributed.get(get_ident())) is not None:
         return known.site
     frame = user_frame(frame)

@@ -197,7 +197,7 @@ class Recorder:
         return record
 
     def _find_site(self, frame: FrameType) -> tuple[CodeType, int]:
-        """Return where the user's frame stands that is found from this one on."""
+        """Return code and instruction of the first frame of the user, from this frame outwards."""
         if frame.f_globals.get("__name__") != self._program:  # nearly always the same module
             frame = user_frame(frame)
             self._program = frame.f_globals.get("__name__")
