@@ -13,7 +13,7 @@ Arrays move as bytes. `collectives.arrays.reduction` lists the dtypes of each re
 
 from __future__ import annotations
 
-import ast
+import json
 from typing import Any
 
 import ml_dtypes
@@ -52,17 +52,28 @@ def spelled(dtype: np.dtype[Any]) -> str:
         dtype([('a', 'i1'), ('b', '<f4', (2,))])
     """
     form = _form(dtype)
-    return form if isinstance(form, str) else repr(form)
+    # Not Python literals: in CPython 3.11, `ast` may fail if two threads parse at the same time.
+    return form if isinstance(form, str) else json.dumps(form, separators=(",", ":"))
 
 
 def named(text: str) -> np.dtype[Any]:
     """Return the dtype whose text `spelled` has returned."""
-    is_compound = text.startswith(("{", "("))
-    return np.dtype(ast.literal_eval(text) if is_compound else text)
+    return _dtype(json.loads(text) if text.startswith(("{", "[")) else text)
+
+
+def _dtype(form: Any) -> np.dtype[Any]:
+    """Return the dtype whose form `_form` has returned."""
+    if isinstance(form, list):
+        base, shape = form
+        form = (_dtype(base), tuple(shape))
+    elif isinstance(form, dict):
+        form = {**form, "formats": [_dtype(field) for field in form["formats"]]}
+    dtype: np.dtype[Any] = np.dtype(form)
+    return dtype
 
 
 def _form(dtype: np.dtype[Any]) -> Any:
-    """Return an argument of `np.dtype` for the dtype: text, or a literal of Python."""
+    """Return a dtype as JSON values: its name, a pair of base and shape, or a dict of fields."""
     if dtype.subdtype is not None:
         base, shape = dtype.subdtype
         return _form(base), shape
