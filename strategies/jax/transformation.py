@@ -1,9 +1,9 @@
 """Optax transformations that average gradients over ranks.
 
-Inside `jax.jit` there are no elements to send: the compiled program calls back to the host, where
-the gradients are averaged as those of any other library, and goes on with the result. The calls are
-ordered, so that all ranks make them in the order of their programs, and they use a communicator of
-their own, since JAX makes them in its own thread while the program's thread goes on.
+Inside `jax.jit` a program has no arrays to send: it calls back to the host, which averages the
+gradients as for any other library, and continues with the result. The callbacks are ordered, so all
+ranks make them in program order. They use a communicator of their own, because JAX runs them in its
+own thread while the program's thread continues.
 """
 
 from __future__ import annotations
@@ -20,7 +20,7 @@ from jax.experimental import io_callback
 import collectives as cc
 from collectives.extend import known_as
 from strategies.averaging import consistency
-from strategies.averaging.accumulation import GradientAccumulator
+from strategies.averaging.accumulation import MIXED_EXAMPLES, GradientAccumulator
 from strategies.averaging.averaging import Averaging
 from strategies.averaging.consistency import Kind, fingerprint_of
 from strategies.averaging.options import OPERATION, AveragingOptions
@@ -32,12 +32,12 @@ from strategies.replicas.context import require_one_replica
 
 __all__ = ["AveragingTransformation", "MultiStepsState", "wrap"]
 
-# How errors call what users call as `update` of the transformation, also in a compiled program.
+# The name in errors, even in compiled programs: the user calls the transformation's `update`.
 _named = known_as("DistributedOptimizer.update")
 
 
 class AveragingTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc,name-defined,unused-ignore]
-    """A transformation of Optax that averages over the ranks; made by `DistributedOptimizer`."""
+    """An Optax transformation that averages over the ranks; `DistributedOptimizer` creates it."""
 
     is_distributed = True
 
@@ -47,8 +47,9 @@ class MultiStepsState(NamedTuple):
 
     Attributes:
         count: passes since the last update, int32.
-        examples: their rows, float32.
-        sums: gradients added up, like the parameters, but float32 where these are of 16 bits.
+        examples: number of rows of these passes, float32; -1 if unknown, -inf if known for some
+            passes only.
+        sums: sums of gradients, with the parameters' shapes; float32 for 16-bit parameters.
         inner: state of the wrapped transformation.
     """
 
@@ -61,13 +62,14 @@ class MultiStepsState(NamedTuple):
 def wrap(
     transformation: optax.GradientTransformation, comm: cc.Communicator, rule: AveragingOptions
 ) -> AveragingTransformation:
-    """Make a transformation average over the ranks; see `strategies.DistributedOptimizer`.
+    """Return a transformation that averages over the ranks; see `strategies.DistributedOptimizer`.
 
-    *Collective*; so is every `update` of the result. Its state is that of the given transformation,
-    or `MultiStepsState` around it. `update` takes `examples=`, the number of rows that this rank's
-    gradients are the mean of, and hands other keywords on.
+    *Collective*, as is every `update` of the result. The state is that of the wrapped
+    transformation, or a `MultiStepsState` around it. `update` takes `examples=`, the number of rows
+    of which this rank's gradients are the mean, and passes other keywords on.
     """
     inner = optax.with_extra_args_support(transformation)
+    # A private communicator, because JAX's thread may send while the program's thread does.
     own = comm.split(0, comm.rank)
     assert own is not None
     average = _Average(own, rule)
@@ -87,9 +89,10 @@ def wrap(
 
 
 def _with_passes(inner: Any, average: _Average, wanted: int) -> AveragingTransformation:
-    """Add up the gradients of `wanted` passes, and make no updates before."""
+    """Accumulate the gradients of `wanted` passes before each update."""
 
     def init(params: Any) -> MultiStepsState:
+        # float32 for 16-bit parameters, so that the sums are rounded once.
         zeros = jax.tree.map(
             lambda p: jnp.zeros(p.shape, COMPUTE.get(str(p.dtype), p.dtype)), params
         )
@@ -104,27 +107,41 @@ def _with_passes(inner: Any, average: _Average, wanted: int) -> AveragingTransfo
         examples: Any = None,
         **extra: Any,
     ) -> tuple[Any, MultiStepsState]:
+        # Known while tracing: a traced number of examples is not None.
         told = examples is not None
-        rows = state.examples + (examples if told else 0)
+        unknown = state.examples < 0
+        if told:
+            # NaN, because the sum may hide a negative number.
+            checked = jnp.where(examples < 0, jnp.nan, examples)
+            rows = jnp.where(unknown, -jnp.inf, state.examples + checked)
+        else:
+            rows = jnp.where(
+                unknown | (state.count == 0), jnp.minimum(state.examples, -1), -jnp.inf
+            )
         weight = examples if told else 1
         sums = jax.tree.map(lambda s, g: s + _weigh(g.astype(s.dtype), weight), state.sums, updates)
         count = state.count + 1
-        # Sums over examples would not fit 16 bits.
+        # Sums over examples may overflow 16 bits.
         divisor = jnp.where(rows == 0, 1, rows) if told else 1
+        # In Optax the parameters are optional; the gradients have the same shapes and dtypes.
         likes = updates if params is None else params
 
         def enough() -> tuple[Any, MultiStepsState]:
             whole = jax.tree.map(lambda s, p: (s / divisor).astype(p.dtype), sums, likes)
-            gradients, due = average(whole, rows if told else None, wanted, state.inner)
+            # The ranks communicate only now, so that an earlier error would not reach all.
+            mixed = jnp.isneginf(rows)
+            gradients, due = average(whole, rows if told else None, wanted, state.inner, mixed)
             made, changed = inner.update(gradients, state.inner, params, **extra)
             average.compare(due, params, state.inner, made)
             zeros = jax.tree.map(jnp.zeros_like, sums)
             return made, MultiStepsState(jnp.int32(0), jnp.float32(0), zeros, changed)
 
+        # Optax needs an update of the same structure, and zeros change nothing.
         def not_yet() -> tuple[Any, MultiStepsState]:
             nothing = jax.tree.map(jnp.zeros_like, likes)
             return nothing, MultiStepsState(count, rows, sums, state.inner)
 
+        # Inside a program both branches are traced, and only one of them runs.
         if isinstance(count, jax.core.Tracer):
             made, changed = jax.lax.cond(count == wanted, enough, not_yet)
             return made, changed
@@ -147,8 +164,8 @@ def _float_scalars(state: Any) -> dict[str, Any]:
     """Return the floating-point scalars of a state by name.
 
     Learning rates (`optax.inject_hyperparams`, line searches), the scale of `reduce_on_plateau` and
-    the losses that it is computed from are such scalars. Nothing in a state marks those that the
-    updates depend on, so all are compared: the rank's own loss in one of them is an error.
+    its losses are such scalars. A state does not mark the scalars that updates depend on, so all
+    are compared; a rank's own loss in one of them is an error.
     """
     leaves, _ = jax.tree_util.tree_flatten_with_path(state)
     return {
@@ -160,23 +177,25 @@ def _float_scalars(state: Any) -> dict[str, Any]:
 
 
 def _plain(leaf: Any) -> Any:
-    """Return the numbers of a key of random numbers, others as they are."""
+    """Return the data of a random key; other leaves unchanged."""
+    # A typed key has no elements that the host could read.
     is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
     return jax.random.key_data(leaf) if is_key else leaf
 
 
 class _Average:
-    """Averages trees of arrays, inside and outside of compiled programs."""
+    """Averages trees of arrays, inside and outside compiled programs."""
 
     def __init__(self, comm: cc.Communicator, rule: AveragingOptions) -> None:
         self._settings: dict[str, Any] = {}
         self._averaging = Averaging(comm, rule, lambda: self._settings)
 
     def compare(self, due: Any, params: Any, state: Any, updates: Any) -> None:
-        """Compare what the ranks have made of an average, if that is due; *collective* then."""
+        """Compare the ranks' results of an average, if a comparison is due; *collective* then."""
         rule = self._averaging.rule
         if rule.compare == "nothing":
             return
+        # Parameters may be None: an empty tree has no leaves.
         trees: dict[Kind, Any] = {"parameter": params}
         if rule.compare == "all":
             trees |= {"state": state, "update": updates}
@@ -194,22 +213,28 @@ class _Average:
             )
 
         def in_a_program(values: list[Any]) -> None:
+            # Ordered: ranks must make the callbacks in one order, and XLA may otherwise move them.
             io_callback(on_the_host, None, *values, ordered=True)
 
+        # A value from a trace is enough: the whole comparison then belongs to the program.
         if not any(isinstance(x, jax.core.Tracer) for x in [*values, due]):
             if due:
                 on_the_host(*values)
         else:
+            # The same on all ranks, so that all of them compare or none does.
             jax.lax.cond(due, in_a_program, lambda values: None, values)
 
-    def __call__(self, updates: Any, examples: Any, passes: int, state: Any) -> tuple[Any, Any]:
-        """Return the same tree with the averages of all ranks, and whether they compare now.
+    def __call__(
+        self, updates: Any, examples: Any, passes: int, state: Any, mixed: Any = False
+    ) -> tuple[Any, Any]:
+        """Return the same tree with the averages over all ranks, and whether a comparison is due.
 
         Args:
             updates: sums over `passes` passes; means over `examples` unless that is None.
             examples: number of examples, or None.
             passes: number of passes.
             state: state of the wrapped transformation, whose `_float_scalars` are compared.
+            mixed: whether only some of the passes had examples; an error on all ranks.
         """
         require_one_replica("update")
         paths, tree = jax.tree_util.tree_flatten_with_path(updates)
@@ -226,31 +251,43 @@ class _Average:
                 )
 
         @_named
-        def on_the_host(rows: Any, own: Sequence[Any], *values: Any) -> tuple[Any, list[Any]]:
+        def on_the_host(
+            rows: Any, mixed: Any, own: Sequence[Any], *values: Any
+        ) -> tuple[Any, list[Any]]:
+            # Kept for the checksum, which the averaging reads in this call.
             self._settings = dict(zip(settings, own, strict=True))
             hosts = [np.asarray(value) for value in values]
-            averages = self._average(names, hosts, float(rows) if told else None, passes)
+            error = ValueError(MIXED_EXAMPLES) if mixed else None
+            averages = self._average(names, hosts, float(rows) if told else None, passes, error)
             return np.bool_(self._averaging.due), averages
 
+        # A callback takes arrays only, so 0 replaces a missing number.
         rows = np.float32(0) if examples is None else examples
         own = list(settings.values())
         if not any(isinstance(x, jax.core.Tracer) for x in [*arrays, *own, rows]):
-            due, averages = on_the_host(rows, own, *arrays)
+            due, averages = on_the_host(rows, mixed, own, *arrays)
             results = [jnp.asarray(x) for x in averages]
         else:
+            # The program must know shapes and dtypes of the results before it runs.
             shapes = jax.eval_shape(lambda: (jnp.bool_(False), arrays))
-            due, results = io_callback(on_the_host, shapes, rows, own, *arrays, ordered=True)
+            due, results = io_callback(on_the_host, shapes, rows, mixed, own, *arrays, ordered=True)
         return jax.tree_util.tree_unflatten(tree, results), due
 
     def _average(
-        self, names: Sequence[str], hosts: Sequence[Any], examples: float | None, passes: int
+        self,
+        names: Sequence[str],
+        hosts: Sequence[Any],
+        examples: float | None,
+        passes: int,
+        error: Exception | None,
     ) -> list[Any]:
         leaves = [ParameterSpec.of(name, host) for name, host in zip(names, hosts, strict=True)]
-        # The program has added up the passes: these are enough.
-        whole = GradientAccumulator(1).add(hosts, examples=examples, count=passes)
+        # The program has accumulated the passes, so one accumulation is enough.
+        whole = GradientAccumulator(1).add(hosts, examples=examples, error=error, count=passes)
         assert whole is not None
         averaged = self._averaging.average(leaves, whole)
+        # Clipped on the host, where all ranks hold the same averages.
         self._averaging.clip(averaged)
-        # Copies: JAX keeps what it is given, and the next step writes into the buckets. A gradient
-        # that no rank has is that of ranks without examples, which the average has refused.
+        # Copies, because JAX keeps the arrays while the next step overwrites the buckets. A
+        # gradient that no rank has means ranks without examples, which the average has rejected.
         return [np.array(g) for g in averaged]

@@ -1,0 +1,245 @@
+"""Handler of compiled programs: XLA calls it for every operation on traced arrays.
+
+XLA's foreign function interface passes a C structure, the *call frame*, with the addresses of the
+operands and results. The handler wraps the buffers in NumPy arrays without a copy and runs the
+operation. It returns NULL, or an error that JAX raises where the program waits for a result.
+
+`ProgramCall` is the state of one call in one program. Its number is an attribute of the call in the
+program.
+
+Source: `xla/ffi/api/c_api.h` in `jax.ffi.include_dir()`, version 0.3; version 0 keeps the layout of
+the structures below.
+"""
+
+from __future__ import annotations
+
+import ctypes
+import functools
+import itertools
+import re
+from collections.abc import Sequence
+from pathlib import Path
+from typing import Any
+
+import jax
+import numpy as np
+
+from collectives.extend import calls_from, check_usable
+from strategies.jax import call_rules
+from strategies.jax.call_rules import Array, Call
+from strategies.jax.failures import record_failure
+
+__all__ = ["TARGET", "ProgramCall", "register"]
+
+# Name of the handler in programs.
+TARGET = "unisono_collective"
+
+# Programs usually reuse a few buffers; more views are dropped together.
+_MOST_VIEWS = 64
+
+_INT, _POINTER = ctypes.c_int64, ctypes.c_void_p
+
+
+class _Frame(ctypes.Structure):
+    """XLA_FFI_CallFrame, with XLA_FFI_Args, _Rets and _Attrs in place, up to the last used field.
+
+    Addresses are integers, because the handler computes with them.
+    """
+
+    _fields_ = [
+        *((name, _INT) for name in ("struct_size", "extension", "api", "ctx")),
+        ("stage", _INT),  # an enumeration of 4 bytes, and 4 bytes of padding
+        *((f"args_{name}", _INT) for name in ("size", "extension", "count", "types", "buffers")),
+        *((f"rets_{name}", _INT) for name in ("size", "extension", "count", "types", "buffers")),
+        *((f"attrs_{name}", _INT) for name in ("size", "extension", "count", "types", "names")),
+        ("attrs_values", _INT),
+    ]
+
+
+class _Extension(ctypes.Structure):
+    """XLA_FFI_Metadata_Extension."""
+
+    _fields_ = [("size", _INT), ("type", ctypes.c_int), ("next", _INT), ("metadata", _INT)]
+
+
+class _Metadata(ctypes.Structure):
+    """XLA_FFI_Metadata up to the traits."""
+
+    _fields_ = [
+        ("struct_size", _INT),
+        ("version_size", _INT),
+        ("version_extension", _INT),
+        ("major", ctypes.c_int),
+        ("minor", ctypes.c_int),
+        ("traits", ctypes.c_uint32),
+    ]
+
+
+class _Error(ctypes.Structure):
+    """XLA_FFI_Error_Create_Args."""
+
+    _fields_ = [
+        ("size", _INT),
+        ("extension", _POINTER),
+        ("message", ctypes.c_char_p),
+        ("code", ctypes.c_int),
+    ]
+
+
+_METADATA = 1  # XLA_FFI_Extension_Metadata
+_INTERNAL = 13  # XLA_FFI_Error_Code_INTERNAL
+_DATA, _VALUE = 24, 8  # offsets of XLA_FFI_Buffer.data and XLA_FFI_Scalar.value
+_ERROR_CREATE = 48  # offset in XLA_FFI_Api
+
+_Handler = ctypes.CFUNCTYPE(_POINTER, _INT)
+_ErrorCreate = ctypes.CFUNCTYPE(_POINTER, ctypes.POINTER(_Error))
+
+
+def _integer(address: int) -> int:
+    return _INT.from_address(address).value
+
+
+class ProgramCall:
+    """One call in one program, with views of the buffers that XLA has passed.
+
+    Args:
+        call: the call.
+        operands: shape and dtype of every operand.
+        results: shape and dtype of every result.
+    """
+
+    def __init__(self, call: Call, operands: Sequence[Any], results: Sequence[Any]) -> None:
+        self._call = call
+        self._move = call_rules.RULES[call.operation].move
+        self._comm = call_rules.communicator_of(call)
+        self._origin = calls_from(call.origin)
+        self._specs = [(aval.shape, np.dtype(aval.dtype)) for aval in (*operands, *results)]
+        self._count = len(operands)
+        self._views: dict[tuple[int, ...], tuple[list[Array], list[Array]]] = {}
+
+    def numbered(self) -> int:
+        """Return a number by which the handler finds the call."""
+        # Calls stay in the table, because JAX drops programs without notice. Those of a closed or
+        # failed communicator only raise its error, so its shared memory can be freed.
+        for call in list(_calls.values()):
+            if call._call.comm.failure is not None:
+                call._release()
+        number = next(_numbers)
+        _calls[number] = self
+        return number
+
+    def _release(self) -> None:
+        self._views.clear()
+        self._comm = self._call.comm
+        call_rules.forget(self._call.comm)
+
+    def run(self, frame: _Frame) -> None:
+        """Run the call on the buffers of a frame."""
+        # Each list ends with the token that orders the calls.
+        addresses = (
+            *_data_addresses(frame.args_buffers, self._count),
+            *_data_addresses(frame.rets_buffers, len(self._specs) - self._count),
+        )
+        views = self._views.get(addresses)
+        if views is None:
+            views = self._view(addresses)
+        self.run_on(*views)
+
+    def run_on(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
+        """Run the call on host arrays; errors name the line of the program."""
+        check_usable(self._call.comm, self._call.operation)
+        with self._origin:
+            self._move(self._comm, self._call, operands, results)
+
+    def _view(self, addresses: tuple[int, ...]) -> tuple[list[Array], list[Array]]:
+        views = [
+            _array_at(address, shape, dtype)
+            for address, (shape, dtype) in zip(addresses, self._specs, strict=True)
+        ]
+        if len(self._views) == _MOST_VIEWS:
+            self._views.clear()
+        self._views[addresses] = divided = views[: self._count], views[self._count :]
+        return divided
+
+
+_numbers = itertools.count()
+_calls: dict[int, ProgramCall] = {}
+
+
+def _data_addresses(buffers: int, count: int) -> list[int]:
+    """Return the addresses of the elements of an array of pointers to XLA_FFI_Buffer."""
+    return [_integer(_integer(buffers + 8 * i) + _DATA) for i in range(count)]
+
+
+def _array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Array:
+    nbytes = int(np.prod(shape, dtype=np.int64)) * dtype.itemsize
+    if not nbytes:  # XLA may pass NULL
+        return np.empty(shape, dtype)
+    memory: Any = (ctypes.c_char * nbytes).from_address(address)
+    array: Array = np.frombuffer(memory, dtype).reshape(shape)
+    return array
+
+
+def _handle(address: int) -> int | None:
+    """Run the call of a frame; return NULL or an error of XLA."""
+    frame = _Frame.from_address(address)
+    # An exception must not leave a C function, also a KeyboardInterrupt.
+    try:
+        if frame.extension and _is_metadata_request(frame):
+            return None
+        # The only attribute: a scalar, which has the address of its value.
+        number = _integer(_integer(_integer(frame.attrs_values) + _VALUE))
+        _calls[number].run(frame)
+    except BaseException as error:
+        message = record_failure(error).encode()
+        arguments = _Error(ctypes.sizeof(_Error), None, message, _INTERNAL)
+        create = _ErrorCreate(_integer(frame.api + _ERROR_CREATE))
+        failure: int | None = create(ctypes.byref(arguments))
+        return failure
+    return None
+
+
+def _is_metadata_request(frame: _Frame) -> bool:
+    """Answer XLA's question for the handler's version, which precedes the first call."""
+    extension = _Extension.from_address(frame.extension)
+    if extension.type != _METADATA:
+        return False
+    metadata = _Metadata.from_address(extension.metadata)
+    metadata.major, metadata.minor = _header_version()
+    metadata.traits = 0
+    return True
+
+
+# Kept, because the handler must outlive all programs.
+_c_handle = _Handler(_handle)
+
+
+@functools.cache
+def _header_version() -> tuple[int, int]:
+    """Return the version of the interface in the headers of jaxlib."""
+    header = Path(jax.ffi.include_dir()) / "xla" / "ffi" / "api" / "c_api.h"
+    text = header.read_text()
+    found = [re.search(rf"#define XLA_FFI_API_{part} (\d+)", text) for part in ("MAJOR", "MINOR")]
+    major, minor = (int(match[1]) if match else -1 for match in found)
+    return major, minor
+
+
+@functools.cache
+def register() -> None:
+    """Register the handler with XLA before the first program.
+
+    Raises:
+        ImportError: JAX has no foreign function interface of version 0.
+    """
+    if not hasattr(jax, "ffi"):
+        raise ImportError(
+            f"strategies.jax: expected JAX 0.5 or newer, which has jax.ffi, got {jax.__version__}"
+        )
+    major, minor = _header_version()
+    if major != 0:
+        raise ImportError(
+            f"strategies.jax: the foreign function interface of jaxlib has changed, expected "
+            f"version 0, got {major}.{minor}; use a version of JAX from docs/support.md"
+        )
+    address = ctypes.cast(_c_handle, _POINTER).value
+    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(address), platform="cpu")
