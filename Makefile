@@ -4,11 +4,11 @@
 #   make train        the main job on real data with 2 ranks
 #   make test         all tests, also as 1, 2, 3 and 4 MPI ranks; of parameters all pairs
 #   make test-all     the same with all combinations of parameters, and long proofs at full length
-#   make check        ruff, mypy --strict, floors, wording
+#   make check        ruff, mypy --strict, layers, wording
 #   make test-gpu     the tests that need a CUDA device; CUDA=12 or 13 chooses CuPy
 #   make docs         the site, in out/site: warnings are errors
 #   make test-docs    the site in a browser (Chromium on PATH)
-#   make package      sdist and wheel, in dist
+#   make package      sdist, pure wheel, and wheels of MACHINES with compiled loops, in dist
 #   make test-package the wheel in empty environments, of all Pythons that are there
 #   make test-lowest  the lowest versions of all dependencies (LOWEST_PYTHON, 3.10)
 #   make slurm        submit the main job to this cluster's Slurm
@@ -57,6 +57,7 @@ REQUIRED := $(subst $(COMMA), ,$(UNISONO_REQUIRE))
 KINDS := $(foreach kind,torch jax mpich impi frameworks pyright site package,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
 CUDA ?= 12
 LOWEST_PYTHON ?= python3.10
+MACHINES ?= x86_64 aarch64
 LOWEST := .venv-lowest
 
 .PHONY: install train test test-all test-gpu check docs test-docs package test-package test-lowest slurm clean
@@ -91,6 +92,7 @@ test-docs: $(VENV)/.unisono-kind-site
 
 package: $(VENV)/.unisono-kind-package
 	"$(VENV)/bin/python" -m build --no-isolation --outdir dist .
+	for machine in $(MACHINES); do UNISONO_WHEEL=$$machine "$(VENV)/bin/python" -m build --wheel --no-isolation --outdir dist . || exit 1; done
 	"$(VENV)/bin/python" -m twine check --strict dist/*
 
 test-package: $(VENV)/.unisono-kind-package

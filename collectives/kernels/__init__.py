@@ -1,1 +1,1 @@
-"""Loops compiled by numba at first use and cached on disk."""
+"""Compiled loops: prebuilt in the package, or compiled by numba at first use and cached on disk."""

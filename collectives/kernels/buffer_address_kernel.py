@@ -1,11 +1,12 @@
 """Compiled part of `collectives.kernels.buffer_address`, which reads NumPy's array structure.
 
-Where an array object has what follows from NumPy's C headers, which programs in C are compiled
-with, so that it cannot change without a new major version. Importing this module loads numba.
+NumPy's C headers define the layout. C programs compile it in, so it can change only in a new major
+version. Importing this module loads numba.
 """
 
 from __future__ import annotations
 
+from collections.abc import Iterator
 from typing import Any
 
 import numpy as np
@@ -14,13 +15,14 @@ from numba import njit, types
 from collectives.kernels import numba_compiler
 from collectives.kernels.intrinsics import fence, load, pointer, record, store, stream
 
-__all__ = ["make"]
+__all__ = ["all_words", "make"]
 
 # An array object (`PyArrayObject_fields` of NumPy, which begins with a `PyObject`).
 _NDARRAY = np.dtype(
     [
         ("references", "i8"),
-        ("type", "i8"),  # address, as all that follow but two
+        # The pointer to the type identifies NumPy's class, so subclasses do not match.
+        ("type", "i8"),  # address, as all fields below except ndim and flags
         ("data", "i8"),
         ("ndim", "i4"),
         ("shape", "i8"),
@@ -47,13 +49,15 @@ def _array(address: Any) -> Any:
 
 def _readable(module: int, x: int) -> int:
     array = _array(x)
+    # CPython passes a pointer to the object as the argument.
     return numba_compiler.from_number(array.data if array.flags & _C_CONTIGUOUS else 0)
 
 
 @njit
 def _fits(x: Any, out: Any) -> bool:
-    """Whether something is such an array that another one's result can be written into it."""
+    """Return whether `out` is a writable array for a result like `x`."""
     both = _C_CONTIGUOUS | _WRITEABLE
+    # Both bits: the result is written in C order.
     if x.type != out.type or x.descr != out.descr or x.ndim != out.ndim or out.flags & both != both:
         return False
     for axis in range(x.ndim):  # noqa: SIM110 (numba compiles no generator expression)
@@ -63,6 +67,7 @@ def _fits(x: Any, out: Any) -> bool:
 
 
 def _writable(module: int, arguments: int, count: int) -> int:
+    # METH_FASTCALL passes an array of pointers to the arguments.
     x, out = _array(load(arguments)), _array(load(arguments + 8))
     return numba_compiler.from_number(out.data if _fits(x, out) else 0)
 
@@ -72,15 +77,19 @@ def _bind(module: int, arguments: int, count: int) -> int:
     first, second = load(arguments + 8), load(arguments + 16)
     x, out = _array(first), _array(second)
     found = 0
+    # A plan of another form has no words, which is 0.
     if words and x.flags & _C_CONTIGUOUS and _fits(x, out):
-        # From the first axis on along which there is a next one, they lie one behind the other.
+        # Bytes from the first axis longer than 1: the extent of the whole array.
+        # At least one element of the widest type, for arrays of one element or none.
         nbytes = _WIDEST
         for axis in range(x.ndim):
             length = load(x.shape + 8 * axis)
+            # Axes of length 1 have arbitrary strides.
             if length != 1:
                 nbytes = length * load(x.strides + 8 * axis)
                 break
         between = out.data - x.data
+        # The same object, or no common bytes: kernels read the input while they write.
         if first == second or between >= nbytes or -between >= nbytes:
             store(words, x.data)
             store(words + 8, out.data)
@@ -90,7 +99,8 @@ def _bind(module: int, arguments: int, count: int) -> int:
 
 def _stream(dest: int, source: int, nbytes: int) -> int:
     stream(dest, source, nbytes)
-    fence()  # for other threads that read it
+    # Without the fence another thread could see a flag before the data.
+    fence()  # streaming stores must be visible to other threads
     return nbytes
 
 
@@ -99,6 +109,11 @@ _KINDS: dict[str, tuple[Any, Any]] = {
     "writable": (_writable, types.int64(types.int64, types.int64, types.int64)),
     "bind": (_bind, types.int64(types.int64, types.int64, types.int64)),
 }
+
+
+def all_words() -> Iterator[tuple[str, ...]]:
+    """Yield the words of all functions."""
+    return ((kind,) for kind in ("stream", *_KINDS))
 
 
 def make(symbol: str, kind: str) -> bytes:

@@ -60,19 +60,19 @@ def maximum(a: Any, b: Any) -> Any:
 
 @jitable
 def bitwise_and(a: Any, b: Any) -> Any:
-    """Return the bits that both have."""
+    """Return the bitwise AND."""
     return a & b
 
 
 @jitable
 def bitwise_or(a: Any, b: Any) -> Any:
-    """Return the bits that one of them has."""
+    """Return the bitwise OR."""
     return a | b
 
 
 @jitable
 def bitwise_xor(a: Any, b: Any) -> Any:
-    """Return the bits that exactly one of them has."""
+    """Return the bitwise XOR."""
     return a ^ b
 
 

@@ -1,13 +1,14 @@
-"""File lock: one process of a machine compiles, the others wait for the result.
+"""Machine-wide lock: one process compiles, the other processes wait for the result.
 
-Ranks that start on an empty cache need the same compiled code at the same moment. Whoever comes
-first takes a name; the others look every few milliseconds whether it is free again. The name is
-that of a socket which nobody connects to (Linux's abstract names): the system gives it to one
-process at a time and takes it back when that process ends, however it ends, and nothing is left in
-any folder. So it does not matter where the cache lies. On a network file system one process of
-each machine makes the code; they write the same, each aside and renamed, and whoever waits reads it
-through the machine that has renamed it, where it is visible at once. Locks of such file systems are
-slow, need a daemon, or do not exist: none are used.
+Ranks that start with an empty cache need the same compiled code at the same moment. The first rank
+binds a name; the other ranks poll until the name is free. The name is that of an abstract Unix
+socket without connections. Linux gives it to one process at a time and frees it when that process
+ends, however it ends, and leaves no file behind.
+
+So the location of the cache does not matter. On a network file system one process of each machine
+compiles. All write the same bytes to temporary files and rename them; a waiting process reads the
+file through the machine that renamed it, where it is visible at once. File locks are not used,
+because on network file systems they are slow, need a daemon, or do not exist.
 """
 
 from __future__ import annotations
@@ -21,47 +22,53 @@ import time
 import weakref
 from collections.abc import Iterator
 
+from collectives.core.process_hooks import in_child
+
 __all__ = ["wait_or_lead", "claim_slot"]
 
-# How long others wait, and how often they look. A function takes 0.3 to 2 s to compile, numba 0.5 s
-# to load, on a busy machine several times that: later than this the maker is stopped or worse.
+# Limit and interval of a wait. A function takes 0.3 to 2 s to compile, and numba 0.5 s to load,
+# several times as long on a busy machine. After the limit the compiling process is stopped or hung.
 _MOST_SECONDS = 60.0
 _LOOK_SECONDS = 0.01
 
 
 @contextlib.contextmanager
 def wait_or_lead(what: str, most_seconds: float = _MOST_SECONDS) -> Iterator[bool]:
-    """Yield at once if nobody on this machine is about to make something, else when it is over.
+    """Yield at once if no process of this machine holds a name, else after the holder is done.
 
     Args:
-        what: a description, the same for all who need the same; of one user.
-        most_seconds: how long to wait for another process; 0 only asks whether there is one.
+        what: description of the work, equal in all processes that need the same; per user.
+        most_seconds: limit of the wait; 0 only tests whether another process is working.
 
     Yields:
-        Whether this process is the first: others wait until it leaves the context. Those that have
-        waited find what the first has made, unless it could not, or was too slow; then they no
-        longer wait for each other.
+        whether this process is the first: others wait until it leaves the context. Processes that
+            have waited find the result, unless the first one failed or was too slow. Then they no
+            longer wait for each other.
     """
     name = _name(what)
     until = time.monotonic() + most_seconds
     waited = False
+    # Closing the socket frees the name, also if the process is killed.
     with _socket() as own:
+        # Polled, because an abstract socket has no notification.
         while not _try_claim(own, name):
             waited = True
             if time.monotonic() > until:
                 break
             time.sleep(_LOOK_SECONDS)
+        # A process that has waited does not lead: its name would make others wait for nothing.
         if waited:
             own.close()
         yield not waited
 
 
 def claim_slot(what: str, places: int) -> socket.socket | None:
-    """Take one of so many places on this machine, until the socket is closed; None if all are.
+    """Return a socket that holds one of `places` slots until it is closed; None if all are taken.
 
-    In a forked child it is closed.
+    A forked child closes its copy.
     """
     own = _socket()
+    # Numbers of the slots, so that any free one fits.
     for number in range(places):
         if _try_claim(own, _name(f"{what} {number}")):
             return own
@@ -69,36 +76,39 @@ def claim_slot(what: str, places: int) -> socket.socket | None:
     return None
 
 
-# Those of this process. A child that lived on would keep names that this process has let go of.
+# Sockets of this process. A surviving child would hold names that this process has released.
 _sockets: weakref.WeakSet[socket.socket] = weakref.WeakSet()
 
 
 def _socket() -> socket.socket:
+    # A datagram socket needs no `listen`; only its name matters.
     own = socket.socket(socket.AF_UNIX, socket.SOCK_DGRAM)
     _sockets.add(own)
     return own
 
 
 def _leave_to_parent() -> None:
-    """Let go of all names in a forked child."""
+    """Release all names in a forked child."""
     for own in list(_sockets):
         own.close()
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+in_child(_leave_to_parent)
 
 
 def _name(what: str) -> str:
-    """Return the name of a socket, for one user."""
+    """Return the socket name of a description, per user."""
+    # Per user, because a name has no owner: others could else block each other.
     name = hashlib.sha256(f"{os.getuid()} {what}".encode()).hexdigest()
+    # The leading zero byte makes the name abstract: Linux only, without a file.
     return f"\0unisono-{name[:32]}"
 
 
 def _try_claim(own: socket.socket, name: str) -> bool:
-    """Take a name; False if another process has it."""
+    """Bind a name; return False if another process holds it."""
     try:
         own.bind(name)
     except OSError as error:
-        # Whatever else goes wrong, nobody has to wait.
+        # After any other error this process must not wait.
         return error.errno != errno.EADDRINUSE
     return True

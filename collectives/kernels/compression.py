@@ -1,10 +1,10 @@
 """Compression of floats to 16 or 8 bits on the wire, with error feedback.
 
-Compression is a permission to round, not a demand: float32 and float64 arrays travel as float16
-(`FP16`), bfloat16 (`BF16`) or in blocks of 64 numbers of 8 bits with a scale (`INT8`), all others
-as they are. What arrives is summed in float32, so that a number is rounded twice, whatever the
-number of ranks: as a contribution and as a result. A rank that is alone rounds, too, so that its
-program behaves as it will with others.
+Compression permits rounding: float32 and float64 arrays are sent as float16 (`FP16`), bfloat16
+    (`BF16`), or blocks of 64 8-bit numbers with a scale (`INT8`); other dtypes are sent unchanged.
+    The receiver sums in float32, so a number is rounded twice for any number of ranks: as a
+    contribution and as a result. A single rank also rounds, so that its program behaves as with
+    several.
 
 | | largest | error of a rounding | below the normal numbers |
 | --- | --- | --- | --- |
@@ -12,19 +12,17 @@ program behaves as it will with others.
 | `BF16` | 3.4e38, as float32 | 2^-8, relative | under 2^-126: 2^-134, absolute |
 | `INT8` | 3.4e38 | 0.4 % of the largest number of the block | as above |
 
-Infinities and NaNs survive. A finite number that is too large for float16 becomes an infinity; it
-is never cut to the largest number, since a loss scaler has to see that the step is lost. MEAN
-divides before it rounds, so that it overflows only where the mean does, or comes within a rounding
-of the largest number.
+Infinities and NaNs survive. A finite number too large for float16 becomes an infinity and is never
+clamped, because a loss scaler must detect the overflow. MEAN divides before it rounds, so it
+overflows only if the mean does, or is within a rounding of the largest number.
 
-On the "network", only what goes between nodes is rounded. Ranks of one node add up their arrays as
-they are, one rounding turns the node's sum into its contribution, and another one the result; where
-there is one node, nothing is rounded. An all-reduce that is asked to round everywhere does the same
-between nodes of several ranks unless another algorithm is named: where ranks share memory, fewer
-bits would save nothing.
+On the "network", only messages between nodes are rounded. Ranks of one node add their arrays
+without rounding; one rounding makes the node's sum its contribution, and another one the result. On
+a single node nothing is rounded. An all-reduce that rounds everywhere does the same between nodes
+of several ranks unless you name another algorithm: in shared memory fewer bits would save nothing.
 
 With feedback, the error of every rounding is kept and added to the next array of the same name, so
-that errors do not add up over the steps.
+that errors do not accumulate over the steps.
 
 Source: H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel stochastic gradient
 descent with double-pass error-compensated compression", ICML 2019, algorithm 1.
@@ -42,7 +40,7 @@ import numpy as np
 
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
-from collectives.kernels import int8
+from collectives.kernels import half_loops, int8
 
 __all__ = [
     "BF16", "FP16", "INT8", "NONE", "Codec", "Compression", "Residuals", "Where", "resolve",
@@ -55,10 +53,10 @@ _COMPRESSIBLE = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 class Residuals:
-    """What the roundings of one rank have left over, by name.
+    """Rounding errors of one rank, by name.
 
-    A name has two: that of the rank's contributions and that of the results which it rounds for
-    all. They belong to one communicator and to one scale of the numbers.
+    A name has two residuals: of the rank's contributions, and of the results that the rank rounds
+    for all ranks. They belong to one communicator and one loss scale.
     """
 
     def __init__(self) -> None:
@@ -69,12 +67,12 @@ class Residuals:
         self, name: str, part: str, count: int, dtype: np.dtype[Any],
         make: Callable[[int, np.dtype[Any]], Any] = np.zeros,
     ) -> Any:  # fmt: skip
-        """Return the residual that is changed in place: shape (count,), zeros at first.
+        """Return a residual, which callers change in place: shape (count,), zeros at first.
 
-        Memory that is not the host's is made by `make`, under a `part` of its own.
+        `make` allocates memory outside the host, under a `part` of its own.
 
         Raises:
-            ValueError: the name stands for an array of another length or dtype.
+            ValueError: the name belongs to an array of another length or dtype.
         """
         known = self._arrays.get((name, part))
         if known is None:
@@ -87,61 +85,60 @@ class Residuals:
         return known
 
     def acquire(self, name: str, count: int, dtype: np.dtype[Any]) -> None:
-        """Let a name stand for arrays of `count` elements of a dtype from now on.
+        """Bind a name to arrays of `count` elements of a dtype.
 
         Raises:
-            ValueError: it stands for others already; on all ranks, since this concerns the whole
-                array, of which ranks may hold different parts.
+            ValueError: the name is bound to another array. Raised on all ranks, because it concerns
+                the whole array, and ranks may hold different parts.
         """
+        # Bound at the first call, before any residual exists.
         known = self._claims.setdefault(name, (count, dtype))
         if known != (count, dtype):
             raise ValueError(
-                f"feedback: the name stands for another array, expected {known[0]} elements of "
+                f"feedback: the name belongs to another array, expected {known[0]} elements of "
                 f"{known[1]}, got {count} of {dtype} (name: {name})"
             )
 
     def saved(self, name: str) -> dict[str, Any]:
-        """Return copies of what belongs to a name, by part."""
+        """Return copies of the residuals of a name, by part."""
+        # Copies, because residuals are changed in place.
         return {part: x.copy() for (owner, part), x in self._arrays.items() if owner == name}
 
     def restore(self, name: str, kept: dict[str, Any]) -> None:
-        """Let a name have again what was `saved`, and nothing else."""
+        """Replace the residuals of a name by a result of `saved`."""
+        # Parts that were not saved are dropped, as they did not exist then.
         others = {key: array for key, array in self._arrays.items() if key[0] != name}
         self._arrays = others | {(name, part): array for part, array in kept.items()}
 
     def forget(self, name: str) -> None:
-        """Forget what belongs to a name, which may stand for another array then."""
+        """Remove the residuals of a name, which may then be bound to another array."""
         self._arrays = {key: array for key, array in self._arrays.items() if key[0] != name}
         self._claims.pop(name, None)
 
     def clear(self) -> None:
-        """Forget everything, as after a change of the loss scale or of the group of ranks."""
+        """Remove all residuals, as after a change of the loss scale or of the group of ranks."""
         self._arrays.clear()
         self._claims.clear()
 
 
 def elements_per_item(dtype: np.dtype[Any]) -> int:
-    """Return how many numbers an element of what travels stands for."""
+    """Return the number of floats per element of a packed dtype."""
     return int8.NUMBERS if dtype == int8.BLOCK else 1
 
 
 def kernels_for(dtype: np.dtype[Any]) -> Any:
-    """Return the module whose `narrow`, `widen` and `reduce` are for what travels as a dtype."""
-    if dtype == int8.BLOCK:
-        return int8
-    from collectives.kernels import half_loops
-
-    return half_loops
+    """Return the module with `narrow`, `widen` and `reduce` for a packed dtype."""
+    return int8 if dtype == int8.BLOCK else half_loops
 
 
 @dataclass(frozen=True)
 class Codec:
-    """How the array of one call is packed: the decision that a `Compression` has taken for it.
+    """Packing of the array of one call, as a `Compression` has decided it.
 
     Attributes:
-        dtype: what travels, float16, bfloat16 or blocks of 8 bits.
-        name: of the array, for its residuals.
-        residuals: where rounding errors are kept, or None if they are forgotten.
+        dtype: packed dtype: float16, bfloat16 or blocks of 8 bits.
+        name: name of the array, for its residuals.
+        residuals: kept rounding errors; None without feedback.
     """
 
     dtype: np.dtype[Any]
@@ -149,7 +146,7 @@ class Codec:
     residuals: Residuals | None = None
 
     def acquire(self, count: int, dtype: np.dtype[Any]) -> None:
-        """Refuse an array that is not the one whose residuals are kept; see `Residuals.acquire`."""
+        """Reject an array other than the named one; see `Residuals.acquire`."""
         if self.residuals is not None:
             self.residuals.acquire(self.name, count, dtype)
 
@@ -160,22 +157,23 @@ class Codec:
         return packed
 
     def packing(self, source: Array, divisor: int = 1) -> tuple[Array, Callable[[int, int], None]]:
-        """Prepare to round a rank's contribution, a part after the other.
+        """Prepare to round a rank's contribution, part by part.
 
         Args:
-            source: shape (n,), float32 or float64, contiguous; it is not changed.
-            divisor: what it is divided by first.
+            source: shape (n,), float32 or float64, contiguous; not changed.
+            divisor: divides the source before the rounding.
 
         Returns:
-            A new array of the codec's dtype, shape (n,), or an element for each block of 8 bits;
-            and a function that fills its elements from one number up to another. Call it once for
-            each of them.
+            a new array of the codec's dtype, shape (n,), or one element per block of 8 bits; and a
+            function (start, stop) that fills a range of its elements. Call it once per element.
         """
         each, narrow = elements_per_item(self.dtype), kernels_for(self.dtype).narrow
+        # Rounded up: the last block may be partly filled.
         packed = np.empty(-(-source.size // each), self.dtype)
         residual = self._residual("contribution", source.size, source.dtype)
 
         def pack(start: int, stop: int) -> None:
+            # The last part may end inside a block.
             part = slice(each * start, min(each * stop, source.size))
             left = None if residual is None else residual[part]
             narrow(source[part], packed[start:stop], divisor=divisor, residual=left)
@@ -187,8 +185,8 @@ class Codec:
         kernels_for(self.dtype).widen(packed, out)
 
     def result_residual(self, count: int, rank: int, size: int) -> Array | None:
-        """Return what is to be added to the sums of `count` elements, rounded here for all."""
-        # Named after the group: how many they are is no fact on which all ranks would fail alike.
+        """Return the residual of `count` sums, which this rank rounds for all ranks."""
+        # The group is a part of the name: ranks would not all fail alike if its size were checked.
         part, count = f"results of rank {rank} of {size}", count * elements_per_item(self.dtype)
         return self._residual(part, count, np.dtype(np.float32))
 
@@ -201,12 +199,12 @@ class Codec:
 
 @dataclass(frozen=True)
 class Compression:
-    """How floats travel; one of `NONE`, `FP16`, `BF16`, `INT8`, or what their methods return.
+    """How floats are sent: `NONE`, `FP16`, `BF16`, `INT8`, or a result of their methods.
 
     Attributes:
-        dtype: what float32 and float64 arrays travel as, or None if as they are.
-        where: "everywhere", or "network" if only what goes between nodes is rounded.
-        residuals: where rounding errors are kept, or None if they are forgotten.
+        dtype: packed dtype of float32 and float64 arrays; None to send them unchanged.
+        where: "everywhere", or "network" to round only messages between nodes.
+        residuals: kept rounding errors; None without feedback.
 
     Example:
         >>> FP16.on("network")
@@ -220,22 +218,22 @@ class Compression:
     residuals: Residuals | None = None
 
     def __repr__(self) -> str:
-        """Return what makes it, as a program has it."""
+        """Return the expression that creates this compression."""
         where = "" if self.where == "everywhere" else f".on({self.where!r})"
         feedback = "" if self.residuals is None else ".with_feedback()"
         return f"{_spelling(self.dtype)[0]}{where}{feedback}"
 
     def __str__(self) -> str:
-        """Return the words by which ranks compare what they mean."""
+        """Return the words that ranks compare."""
         where = "" if self.where == "everywhere" else f" on {self.where}"
         feedback = "" if self.residuals is None else " with feedback"
         return f"{_spelling(self.dtype)[1]}{where}{feedback}"
 
     def on(self, where: Where) -> Compression:
-        """Return this compression for "everywhere" or for the "network" between nodes only.
+        """Return this compression for "everywhere", or only for the "network" between nodes.
 
         Raises:
-            ValueError: no such place.
+            ValueError: the place is unknown.
         """
         if where not in get_args(Where):
             raise ValueError(
@@ -245,37 +243,38 @@ class Compression:
         return dataclasses.replace(self, where=where)
 
     def with_feedback(self) -> Compression:
-        """Return this compression with residuals of its own, all zero.
+        """Return this compression with new residuals, all zero.
 
-        Keep the result for the whole training, and give every array a name: calls of one name add
-        what earlier ones have rounded away. One array of the size of the named one is kept on every
-        rank, and a P-th of that in float32 for the results.
+        Keep the result for the whole training, and name every array: a call adds the errors of
+        earlier calls with the same name. Every rank keeps an array of the size of the named one,
+        and a P-th of that in float32 for the results.
 
         Raises:
             ValueError: this is `NONE`, which rounds nothing.
         """
         if self.dtype is None:
-            raise ValueError("compression: NONE rounds nothing, so that there is no feedback")
+            raise ValueError("compression: NONE rounds nothing, so it has no feedback")
         return dataclasses.replace(self, residuals=Residuals())
 
     def codec(
         self, dtype: np.dtype[Any], op: Op, *, network: bool, name: str | None = None
     ) -> Codec | None:
-        """Decide how an array of one call travels.
+        """Decide how the array of one call is sent.
 
         Args:
-            dtype: of the array.
-            op: how it is reduced.
-            network: whether it goes between nodes.
-            name: of the array; needed for feedback.
+            dtype: dtype of the array.
+            op: the reduction.
+            network: whether the array is sent between nodes.
+            name: name of the array; required with feedback.
 
         Returns:
-            The codec, or None if the array travels as it is.
+            the codec, or None to send the array unchanged.
 
         Raises:
-            ValueError: there is feedback, and no name or an op that adds nothing up. Also where the
-                array would travel as it is, so that a test on one node finds the mistake.
+            ValueError: feedback without a name, or with an op that does not add. Also raised if the
+                array is sent unchanged, so that a test on one node finds the mistake.
         """
+        # Sums and means add errors; a maximum of errors has no meaning.
         if self.residuals is not None and op not in (SUM, MEAN):
             raise ValueError(
                 f"compression: feedback adds up errors, expected SUM or MEAN, got {op.value}"
@@ -284,6 +283,7 @@ class Compression:
             raise ValueError(
                 "compression: feedback keeps a residual for each name, expected name=, got None"
             )
+        # "network" compresses only where messages leave the node.
         here = self.where == "everywhere" or network
         if self.dtype is None or dtype not in _COMPRESSIBLE or not here:
             return None
@@ -303,15 +303,15 @@ _NAMES = {
 
 
 def _spelling(dtype: np.dtype[Any] | None) -> tuple[str, str]:
-    """Return how a compression is written in a program, and told apart."""
+    """Return the name of a compression in a program, and the word that ranks compare."""
     return _NAMES.get(dtype, (f"Compression({dtype!r})", str(dtype)))
 
 
 def resolve(given: Compression | None, operation: str) -> Compression:
-    """Return the compression that a caller means, `NONE` for None.
+    """Return the compression of an argument, `NONE` for None.
 
     Raises:
-        TypeError: it is something else.
+        TypeError: the argument is not a compression.
     """
     if given is None:
         return NONE

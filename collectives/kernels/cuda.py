@@ -1,20 +1,20 @@
 """CUDA kernels: 16-bit conversions, and packing arrays into buckets.
 
-The same numbers, bit for bit, as `collectives.kernels.half_loops` makes on the host. The text is
-C++, which CuPy compiles for the device at first use. It uses three names of CUDA, which reinterpret
-a float's bits as an integer and back, and instructions where the device's compiler runs.
+The results equal those of `collectives.kernels.half_loops` on the host, bit for bit. The source is
+C++, which CuPy compiles for the device at first use. It uses three CUDA functions, which
+reinterpret a float's bits as an integer and back, and PTX instructions in device code.
 
 A kernel reads every element once: 4 bytes in and 2 out for a float32, 4 more each way with a
-residual, which is as fast as the device's memory.
+residual, at the bandwidth of the device's memory.
 
-Many arrays are packed into one by one launch, driven by a table of three numbers for each, in the
-order of their places:
+One launch packs many arrays into one, driven by a table of three numbers for each, in the order of
+their places:
 
     address, first element, elements   | a, 0, 5 | b, 8, 3 | 0, 16, 2 |     0: of zeros
     packed                               a a a a a . . . b b b . . . . . 0 0 . .     .: 0
 
-Each element of the result looks for its row by halving: for 200 arrays 8 reads of what all threads
-near it read, too.
+Each element of the result finds its row by binary search: for 200 arrays 8 reads, of words that
+neighbouring threads also read.
 """
 
 from __future__ import annotations
@@ -29,8 +29,8 @@ from collectives.arrays.device import DeviceBuffer, is_half
 
 __all__ = ["KERNELS", "PREAMBLE", "Kernel", "PackKernel", "narrow", "widen"]
 
-# CuPy compiles with -ftz=true, by which float32 has no subnormal numbers: what computes with them,
-# or makes one of a float64, is an instruction of its own, which that leaves alone.
+# CuPy compiles with -ftz=true, which flushes subnormal float32 numbers to zero. So arithmetic on
+# float32, and conversions from float64, use PTX instructions, which keep subnormals.
 _CONVERSIONS = """
 __device__ inline float nearest(double x) {
 #ifdef __CUDA_ARCH__
@@ -72,7 +72,7 @@ __device__ inline double {name}(double x, double y) {{ return x {operator} y; }}
     )
 )
 
-# The integer forms of `collectives.kernels.float16`, with the reasons for their constants.
+# The integer forms of `collectives.kernels.float16`, which explains their constants.
 PREAMBLE = (
     _CONVERSIONS
     + _ARITHMETIC
@@ -129,10 +129,10 @@ __device__ inline void widen(float x, double &y) {
 
 
 class Kernel(NamedTuple):
-    """What is done to one element: parameters that are read, those that are written, and how.
+    """An element-wise kernel: parameters that it reads, parameters that it writes, and its body.
 
-    `T` is float32 or float64, where elements are only copied any integer; `HALF` stands for float16
-    or bfloat16.
+    `T` is float32 or float64, or any integer in kernels that only copy elements. `HALF` is
+    float16 or bfloat16.
     """
 
     reads: str
@@ -140,7 +140,7 @@ class Kernel(NamedTuple):
     operation: str
 
 
-# Where element `i` comes from, or goes to, by the table.
+# Finds the source or destination of element `i` in the table.
 _FIND = """
     long long low = 0, high = rows - 1;
     while (low < high) {
@@ -168,7 +168,7 @@ KERNELS = {
     "pack": Kernel("raw uint64 table, int64 rows", "T y", _FIND + "y = here ? source[at] : (T)0;"),
     "unpack": Kernel(
         "raw uint64 table, int64 rows",
-        "T y",  # which stays as it is
+        "T y",  # unchanged
         _FIND.replace("const T *", "T *") + "if (here) source[at] = y;",
     ),
     "scale": Kernel(
@@ -179,7 +179,7 @@ KERNELS = {
     "scale16": Kernel(
         "raw uint64 table, int64 rows, float32 scale",
         "uint16 y",
-        # Only the parameters have NumPy's names.
+        # Only the parameters have NumPy's names of dtypes.
         _FIND.replace("T *", "unsigned short *")
         + "y = here ? round_HALF(product(widen_HALF(source[at]), scale)) : (unsigned short)0;",
     ),
@@ -202,6 +202,7 @@ def narrow(
         residual: as long as the source and of its dtype; changed in place.
     """
     out = source.empty(source.size, dtype)
+    # In the dtype of the array, so that the kernel is compiled once per dtype.
     by = source.dtype.type(divisor)
     with source.device.context:
         if residual is None:
@@ -213,18 +214,18 @@ def narrow(
 
 
 def widen(source: DeviceBuffer, out: DeviceBuffer) -> None:
-    """Fill `out`, float32 or float64, with the numbers of `source`, float16 or bfloat16."""
+    """Convert `source`, float16 or bfloat16, to `out`, float32 or float64."""
     with source.device.context:
         _kernel(source.device.cupy, "widen", source.dtype)(source.view, out.view)
     source.device.put()
 
 
 class PackKernel:
-    """Packs arrays into one stretch of memory, step after step, or takes them out of it.
+    """Packs arrays into one contiguous buffer, and unpacks them.
 
-    The table stays on the device as long as the arrays stay where they are. It has a row for each
-    array, in the order of their places: its address on the device, or 0 for zeros, the first
-    element of its place, and elements, at least one.
+    The table stays on the device while the arrays keep their addresses. Each row is an array, in
+    the order of their places: its device address, or 0 for zeros; the first element of its place;
+    and its number of elements, at least one.
     """
 
     def __init__(self) -> None:
@@ -233,15 +234,16 @@ class PackKernel:
     def __call__(
         self, out: DeviceBuffer, rows: Iterable[tuple[int, int, int]], scale: float = 1
     ) -> None:
-        """Write arrays, multiplied by a number, to their places, and zeros between them.
+        """Write arrays, multiplied by `scale`, to their places, and zeros between them.
 
         Args:
-            out: the stretch.
-            rows: of the table.
-            scale: not for integers.
+            out: the packed buffer.
+            rows: rows of the table.
+            scale: a factor; 1 for integers.
         """
         dtype = out.dtype
         arguments: tuple[Any, ...] = ()
+        # Only copies, so words of the element's size serve all dtypes.
         if scale == 1:
             kind = _WORDS[min(dtype.itemsize, 8)]
             kernel = "pack"
@@ -249,12 +251,13 @@ class PackKernel:
             kind = np.dtype(np.uint16)
             kernel, arguments = "scale16", (np.float32(scale),)
         else:
+            # Complex numbers are scaled as pairs of floats.
             kind = np.empty(0, dtype).real.dtype
             kernel, arguments = "scale", (kind.type(scale),)
         self._run(kernel, out, rows, kind, arguments)
 
     def unpack(self, packed: DeviceBuffer, rows: Iterable[tuple[int, int, int]]) -> None:
-        """Write to arrays what is in their places; rows of the table as to pack them."""
+        """Copy each array from its place in a packed buffer; `rows` as for packing."""
         self._run("unpack", packed, rows, _WORDS[min(packed.dtype.itemsize, 8)], ())
 
     def _run(
@@ -265,15 +268,18 @@ class PackKernel:
         kind: np.dtype[Any],
         arguments: tuple[Any, ...],
     ) -> None:
-        """Run a kernel over a stretch, whose elements it takes for numbers of a kind."""
+        """Run a kernel over a packed buffer, viewed as elements of dtype `kind`."""
         device, dtype = stretch.device, stretch.dtype
         table = np.array(list(rows), np.uint64)
+        # Places in words instead of elements.
         table[:, 1:] *= np.uint64(dtype.itemsize // kind.itemsize)
         text = table.tobytes()
         with device.context:
+            # Compared as bytes: in a training loop the addresses stay the same.
             if text != self._known[0]:
                 self._known = text, device.cupy.asarray(table.reshape(-1))
             run = _kernel(device.cupy, kernel, dtype)
+            # The packed buffer is the element-wise argument; the table is raw.
             run(self._known[1], np.int64(len(table)), *arguments, stretch.view.view(kind))
         device.put()
 
@@ -281,6 +287,7 @@ class PackKernel:
 _WORDS = {n: np.dtype(f"uint{8 * n}") for n in (1, 2, 4, 8)}
 
 
+# Compiled once per kernel and type by CuPy, which also caches on disk.
 @functools.lru_cache(32)
 def _kernel(cupy: Any, name: str, half: np.dtype[Any]) -> Any:
     kernel = KERNELS[name]

@@ -1,11 +1,11 @@
 """Scalar conversions between float16 or bfloat16 and float32 in compiled code.
 
-numba knows neither type, so that both are seen as their bits, uint16.
+numba supports neither type, so both are handled as their bits, in uint16.
 
-*Widening* is exact. *Rounding* goes to the nearest, a tie to the even one, as IEEE 754 asks for: a
-number beyond the largest becomes an infinity, a small one a subnormal, an infinity and the sign of
-a zero stay. Every NaN is rounded to the bits of `numpy.nan` (`kernels.combine` has the reason).
-Widening keeps the sign and payload of a NaN, and sets the quiet bit of a float16.
+*Widening* is exact. *Rounding* is to nearest, ties to even (IEEE 754): a number beyond the largest
+becomes an infinity, a small one a subnormal; infinities and the sign of zero stay. Every NaN is
+rounded to the bits of `numpy.nan` (`kernels.combine` has the reason). Widening keeps the sign and
+payload of a NaN, and sets the quiet bit of a float16.
 
 The functions are called from loops that numba compiles; they are inlined and vectorised there.
 `collectives.kernels.half_loops` has such loops over arrays.
@@ -44,8 +44,8 @@ _U = np.uint32
 def jitable(function: Callable[..., Any]) -> Callable[..., Any]:
     """Make a function callable from compiled code.
 
-    Not `njit`: a loop that holds such a function in its closure would be compiled anew in every
-    process, since its key in numba's cache would contain the function's random number.
+    Not `njit`: numba would recompile a loop with such a function in its closure in every process,
+    because its cache key would contain the function's random number.
     """
     registered: Callable[..., Any] = register_jitable(function)
     return registered
@@ -56,6 +56,7 @@ def bits_of(typingctx: Any, x: Any) -> Any:
     """Return the bits of a float32 as uint32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # A reinterpretation, not a conversion.
         return builder.bitcast(args[0], ir.IntType(32))
 
     return types.uint32(types.float32), codegen
@@ -63,7 +64,7 @@ def bits_of(typingctx: Any, x: Any) -> Any:
 
 @intrinsic
 def float_of(typingctx: Any, bits: Any) -> Any:
-    """Return the float32 that has these bits."""
+    """Return the float32 with these bits."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return builder.bitcast(args[0], ir.FloatType())
@@ -94,14 +95,15 @@ def _widen_half_by_instruction(half: Any) -> Any:
 
 @jitable
 def _round_half_by_instruction(x: Any) -> Any:
+    # The instruction keeps payloads of NaNs, and all ranks must get the same bits.
     return types.uint16(0x7E00) if x != x else _convert_to_half(x)
 
 
 # A float32 has 1 + 8 + 23 bits of sign, exponent (bias 127) and fraction, a float16 1 + 5 + 10
-# (bias 15). `magnitude` is everything but the sign. The constants are bits of float32 numbers:
+# (bias 15). `magnitude` is all bits but the sign. The constants are bits of float32 numbers:
 #   0x38000000  2^-15 = 112 << 23, the difference of the biases
 #   0x38800000  2^-14, the smallest normal float16
-#   0x477ff000  65520, from where on float16 rounds to infinity
+#   0x477ff000  65520, the smallest number that rounds to infinity
 #   0x7f800000  infinity
 
 
@@ -115,6 +117,7 @@ def _widen_half_by_integers(half: Any) -> Any:
         result = bits_of(float_of(_U(magnitude + _U(0x38800000))) - np.float32(2.0**-14))
     if magnitude >= _U(0x0F800000):
         result = _U(magnitude + _U(0x70000000))  # infinity or NaN: the largest exponent
+    # Quiet, as the instruction makes it.
     if magnitude > _U(0x0F800000):
         result = _U(result | _U(0x00400000))
     return float_of(_U(result | _U(_U(bits & _U(0x8000)) << _U(16))))
@@ -124,12 +127,13 @@ def _widen_half_by_integers(half: Any) -> Any:
 def _round_half_by_integers(x: Any) -> Any:
     bits = bits_of(x)
     magnitude = _U(bits & _U(0x7FFFFFFF))
-    # The carry of the rounding may run into the exponent, which then is right, too.
+    # A carry of the rounding into the exponent gives the correct result.
     odd = _U(_U(magnitude >> _U(13)) & _U(1))
     result = _U(_U(magnitude - _U(0x38000000) + _U(0xFFF) + odd) >> _U(13))
     if magnitude < _U(0x38800000):
-        # The last bit of a float32 in [0.5, 1) is 2^-24, that of a subnormal float16.
+        # The last bit of a float32 in [0.5, 1) is 2^-24, as that of a subnormal float16.
         result = _U(bits_of(float_of(magnitude) + np.float32(0.5)) - _U(0x3F000000))
+    # Also a carry out of the largest number.
     if magnitude >= _U(0x477FF000):
         result = _U(0x7C00)
     result = _U(result | _U(_U(bits >> _U(16)) & _U(0x8000)))
@@ -139,13 +143,15 @@ def _round_half_by_integers(x: Any) -> Any:
 
 
 def _has_instruction() -> bool:
-    """Tell whether the processor that numba compiles for converts float16 by itself.
+    """Return whether the target processor has float16 conversions.
 
-    Otherwise LLVM calls a library function that no process can be relied on to have, and crashes.
+    Without them LLVM calls a library function that may be missing in a process, which crashes.
     """
+    # The processor that numba compiles for may differ from the host's (`NUMBA_CPU_FEATURES`).
     triple, _, features = intrinsics.target_processor()
     if triple.startswith(("aarch64", "arm64")):
         return True
+    # The conversions are encoded as AVX instructions.
     return {"+f16c", "+avx"} <= set(features.split(","))
 
 
@@ -158,14 +164,16 @@ else:
 @jitable
 def widen_bfloat16(half: Any) -> Any:
     """Return the float32 of a bfloat16, given as uint16."""
+    # bfloat16 is the upper half of a float32.
     return float_of(_U(_U(half) << _U(16)))
 
 
 @jitable
 def _rounded_bits(x: Any) -> Any:
-    """Return a float32's bits with those of its bfloat16 in the upper half."""
+    """Return the bits of a float32, with its bfloat16 in the upper half."""
     bits = bits_of(x)
     odd = _U(_U(bits >> _U(16)) & _U(1))
+    # As for float16; a carry gives infinity at the end of the range.
     result = _U(bits + _U(0x7FFF) + odd)
     if x != x:
         result = _U(0x7FC00000)
@@ -180,30 +188,30 @@ def round_bfloat16(x: Any) -> Any:
 
 @jitable
 def _low_bfloat16(pair: Any) -> Any:
-    """Return the float32 of the lower one of two bfloat16 in a uint32."""
+    """Return the float32 of the lower bfloat16 of a pair in a uint32."""
     return float_of(_U(pair << _U(16)))
 
 
 @jitable
 def _high_bfloat16(pair: Any) -> Any:
-    """Return that of the upper one."""
+    """Return the float32 of the upper bfloat16 of a pair in a uint32."""
     return float_of(_U(pair & _U(0xFFFF0000)))
 
 
 @jitable
 def _round_bfloat16_pair(low: Any, high: Any) -> Any:
-    """Return two float32 as such a pair."""
+    """Return two float32 rounded to a pair of bfloat16 in a uint32."""
     return _U(_U(_rounded_bits(high) & _U(0xFFFF0000)) | _U(_rounded_bits(low) >> _U(16)))
 
 
-# Name of a dtype -> how it is widened, and rounded to.
+# Name of a dtype -> (widen, round).
 CONVERSIONS: dict[str, tuple[Callable[..., Any], Callable[..., Any]]] = {
     "float16": (widen_half, round_half),
     "bfloat16": (widen_bfloat16, round_bfloat16),
 }
 
-# How two of them in a uint32 are widened, and rounded to, where that is faster: no half is moved
-# into a word of its own and back. Sums of 64 KiB in 1.4 us instead of 2.3 on an AMD EPYC.
+# Name of a dtype -> (widen low, widen high, round) for pairs in a uint32, if pairs are faster,
+# because halves need no words of their own. Sums of 64 KiB: 1.4 us instead of 2.3 on an AMD EPYC.
 PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any]]] = {
     "bfloat16": (_low_bfloat16, _high_bfloat16, _round_bfloat16_pair),
 }
@@ -213,9 +221,10 @@ PAIRS: dict[str, tuple[Callable[..., Any], Callable[..., Any], Callable[..., Any
 def single(x: Any) -> Any:
     """Return a float32 that every 16-bit type rounds as it would round `x`, float32 or float64.
 
-    Bits of a float64 that do not fit are cut off, and the last bit is set if any of them was not
-    zero. What lies between two neighbours then stays between them, so that the next rounding, to at
-    least two bits less, sees on which side of a tie it is. For a float32 all this is compiled away.
+    This is rounding to odd: excess bits of a float64 are cut off, and the last bit is set if any of
+        them was nonzero. A number between two neighbours stays between them. So the next rounding,
+        to at least two bits fewer, is on the correct side of a tie. For a float32 this compiles to
+        nothing.
 
     Source: S. Boldo, G. Melquiond, "Emulation of FMA and correctly rounded sums: proved algorithms
     using rounding to odd", IEEE Trans. Comput. 57 (2008), section 3.

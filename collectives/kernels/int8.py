@@ -3,22 +3,24 @@
     bytes of a block   0      2
                        step   64 codes
 
-The *step* of a block is the 126th part of its largest finite magnitude, as a bfloat16, rounded up;
-a number is the nearest multiple of it, code times step, so that it is wrong by half a step at most:
-0.4 % of the largest number of its block. Where the sign of the step is set, the codes 127, -127 and
--128 stand for the infinities and NaN. A block takes 66 bytes where float32 takes 256. The last one
-of an array is filled up with zeros.
+The *step* of a block is a 126th of its largest finite magnitude, as a bfloat16, rounded up. A
+number is stored as the nearest multiple, code times step. Its error is at most half a step: 0.4 %
+of the largest number of the block. If the sign of the step is set, the codes 127, -127 and -128 are
+the infinities and NaN. A block takes 66 bytes, where float32 takes 256. The last block of an array
+is padded with zeros.
 
-16 MiB of float32, ms: packed 1.6, with a residual 3.1, unpacked 1.0; two parts reduced 1.9, with a
-residual 3.9. As float16: 1.1, 3.2, 1.4; 1.6, 3.3.
+16 MiB of float32, in ms; with and without a residual:
 
-The result depends on the numbers alone: neither on the processor nor on how an array is cut, as
-long as it is cut between blocks.
+                         pack       with    unpack    reduce 2 parts    with
+    8-bit blocks          1.6        3.1       1.0               1.9     3.9
+    float16               1.1        3.2       1.4               1.6     3.3
+
+The result depends on the numbers alone, not on the processor, and not on where between blocks
+an array is cut.
 """
 
 from __future__ import annotations
 
-import ctypes
 import functools
 from collections.abc import Callable
 
@@ -30,8 +32,8 @@ from collectives.kernels import machine_code
 
 __all__ = ["BLOCK", "MOST", "NUMBERS", "narrow", "reduce", "widen"]
 
-# With 64 a float32 shrinks to 3.88th, with 256 to 3.97th, but the largest of 256 normal numbers is
-# a fifth larger than that of 64, and so are all errors.
+# 64 numbers compress a float32 array 3.88 times, and 256 would 3.97 times. But the largest of 256
+# normally distributed numbers, and with it every error, is a fifth larger than that of 64.
 NUMBERS = 64
 MOST = 126
 
@@ -41,21 +43,22 @@ _WIDE = (np.dtype(np.float32), np.dtype(np.float64))
 
 
 def narrow(source: Array, out: Array, *, divisor: int = 1, residual: Array | None = None) -> None:
-    """Fill `out` with the numbers of `source`, divided and then packed.
+    """Divide `source`, pack it, and store it in `out`.
 
-    With a residual, what it holds is added before, and the error is kept in it; where the result is
-    not finite, the residual stays as it was.
+    A residual is added before the packing, and then holds the error; its elements stay unchanged
+    where the result is not finite.
 
     Args:
         source: shape (n,), float32 or float64, contiguous.
         out: shape (n / 64, rounded up,), `BLOCK`, contiguous.
         divisor: the quotient is rounded to the source's dtype first.
-        residual: shape (n,), of the source's dtype, contiguous; changed in place.
+        residual: shape (n,), dtype of the source, contiguous; changed in place.
 
     Raises:
-        TypeError, ValueError: a dtype, length or layout is another.
+        TypeError, ValueError: a dtype, length or layout is wrong.
     """
     _check("narrow", blocks=out, wide=source)
+    # 0 means no residual.
     left = 0
     if residual is not None:
         _check("narrow", blocks=out, wide=residual)
@@ -70,33 +73,34 @@ def narrow(source: Array, out: Array, *, divisor: int = 1, residual: Array | Non
 
 
 def widen(source: Array, out: Array) -> None:
-    """Fill `out`, shape (n,), float32 or float64, with the numbers of shape (n / 64,) blocks.
+    """Unpack shape (n / 64,) blocks to `out`, shape (n,), float32 or float64.
 
     Raises:
-        TypeError, ValueError: a dtype, length or layout is another.
+        TypeError, ValueError: a dtype, length or layout is wrong.
     """
     _check("widen", blocks=source, wide=out)
     _loop("widen", out.dtype.name)(address(source), address(out), out.size)
 
 
 def reduce(parts: Array, own: Array, *, rank: int, op: Op, residual: Array | None = None) -> None:
-    """Replace one rank's blocks by the reduction of all ranks', packed once.
+    """Replace one rank's blocks by the reduction of all ranks' blocks, packed once.
 
     Every block is unpacked and combined in float32, in rank order.
 
     Args:
         parts: shape (P - 1, m), `BLOCK`, C-contiguous: the blocks of the other ranks in rank order,
-            of which the first n count.
-        own: shape (n,), n <= m, contiguous: this rank's, and the result.
-        rank: the place of `own` among the parts.
-        op: how to combine.
-        residual: shape (64 n,), float32: added before the result is packed, and the error kept.
+            of which the first n are used.
+        own: shape (n,), n <= m, contiguous: this rank's blocks, and the result.
+        rank: position of `own` among the parts.
+        op: the reduction.
+        residual: shape (64 n,), float32: added before the packing, then holds its error.
 
     Raises:
-        TypeError, ValueError: a dtype, length or layout is another.
+        TypeError, ValueError: a dtype, length or layout is wrong.
     """
     if parts.dtype != BLOCK or parts.ndim != 2 or not parts.flags.c_contiguous:
         raise TypeError(f"reduce: expected rows of blocks, got {parts.dtype}, {parts.shape}")
+    # Rows may be longer than the own chunk, because chunks differ in length by one block.
     if parts.shape[1] < own.size:
         raise ValueError(
             f"reduce: parts do not fit, expected at least {own.size} blocks, got {parts.shape[1]}"
@@ -117,13 +121,14 @@ def reduce(parts: Array, own: Array, *, rank: int, op: Op, residual: Array | Non
 
 @functools.cache
 def _loop(kind: str, *words: str) -> Callable[..., None]:
-    at = machine_code.load("collectives.kernels.int8_loops", kind, *words)
     arguments = {"narrow": 5, "widen": 3, "reduce": 7}[kind]
-    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(at)
+    return machine_code.procedure(
+        "collectives.kernels.int8_loops", kind, *words, arguments=arguments
+    )
 
 
 def _check(operation: str, *, blocks: Array, wide: Array) -> None:
-    """Refuse what the loops, which check nothing, must not see."""
+    """Check arguments, because the loops do not."""
     if blocks.dtype != BLOCK or wide.dtype not in _WIDE:
         raise TypeError(
             f"{operation}: wrong dtypes, expected blocks of 8 bits, and float32 or float64, "

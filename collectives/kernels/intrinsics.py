@@ -1,7 +1,7 @@
 """LLVM intrinsics missing in numba: memory by address, and atomic loads and stores.
 
-The ranks of a node meet in shared memory. Whoever stores a word there (`store`, release) makes
-visible what it has stored before to whoever loads that word (`load`, acquire); both are one
+The ranks of a node synchronize through shared memory. `store` is a release and `load` an acquire: a
+rank that loads a stored word also sees everything that its writer stored before. Both are one
 instruction on x86-64 and on ARM64.
 
 Importing this module loads numba, so import it inside the function that needs it.
@@ -20,25 +20,28 @@ from numba.extending import intrinsic, register_jitable
 
 __all__ = [
     "call_binary", "call_unary", "canonical_nan", "canonical_nans", "clock_gettime", "copy",
-    "fence", "load", "load_half_pair", "mpi_start", "mpi_test", "on_stack", "pause", "pointer",
+    "fence", "load", "load_half_pair", "mpi_start", "mpi_test", "multiply_add",
+    "on_stack", "pause", "pointer",
     "record", "sched_yield", "store", "store_fence_full", "store_half_pair", "stream",
     "target_processor",
 ]  # fmt: skip
 
-# From so many bytes on the C library copies by the processor's instruction for strings, `rep
-# movsb`. An AMD EPYC (Zen 3) moves 2 GB/s by it where the destination lies 1 to 31 bytes behind the
-# source, modulo a page, as a large array of NumPy lies 16 behind a slot; a loop over lines moves 13
-# to 30 there. Elsewhere both are alike on it (`broadcast` of 1 MiB 44 us by either), and what other
-# processors gain by the instruction is theirs.
+# From this size the C library copies by `rep movsb`. An AMD EPYC (Zen 3) then moves only 2 GB/s if
+# the destination is 1 to 31 bytes behind the source, modulo a page, as a large NumPy array is 16
+# bytes behind a slot; a loop over lines moves 13 to 30 GB/s there. At other offsets both take the
+# same time (`broadcast` of 1 MiB 44 us), and `rep movsb` is kept for processors on which it is
+# faster.
 _LEAST_BY_STRINGS = 1 << 12
 _PAGE, _TOO_NEAR = 1 << 12, 32
 
 
 def target_processor() -> tuple[str, str, str]:
-    """Return triple, name and features of the processor that numba compiles for, as LLVM's."""
+    """Return LLVM triple, name and features of the processor that numba compiles for."""
+    # As numba chooses: set by a user, or those of this machine.
     features = config.CPU_FEATURES
     if features is None:
         found = llvm.get_host_cpu_features()
+        # numba disables AVX by this setting, and so must the code here.
         if not config.ENABLE_AVX:
             found.update(dict.fromkeys((name for name in found if name.startswith("avx")), False))
         features = found.flatten()
@@ -63,9 +66,10 @@ def record(address: int, dtype: np.dtype[Any]) -> Any:
 
 @intrinsic
 def load(typingctx: Any, address: Any) -> Any:
-    """Load a word; what its writer stored before it is visible afterwards (acquire)."""
+    """Load a word with acquire order: everything its writer stored before is visible."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # Aligned, because fields of structured dtypes are.
         word = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
         return builder.load_atomic(word, "acquire", 8)
 
@@ -74,7 +78,7 @@ def load(typingctx: Any, address: Any) -> Any:
 
 @intrinsic
 def store(typingctx: Any, address: Any, value: Any) -> Any:
-    """Store a word after everything that was stored before (release)."""
+    """Store a word with release order, after everything that was stored before."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         word = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
@@ -86,10 +90,11 @@ def store(typingctx: Any, address: Any, value: Any) -> Any:
 
 @intrinsic
 def load_half_pair(typingctx: Any, array: Any, i: Any) -> Any:
-    """Return elements 2 i and 2 i + 1 of an array of 16 bits, by its address, as one uint32."""
+    """Return elements 2 i and 2 i + 1 of a 16-bit array, given its address, as one uint32."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
+        # Only 2-byte alignment: arrays of 16-bit floats begin anywhere.
         return builder.load(builder.gep(first, [args[1]]), align=2)
 
     return types.uint32(types.int64, types.int64), codegen
@@ -97,7 +102,7 @@ def load_half_pair(typingctx: Any, array: Any, i: Any) -> Any:
 
 @intrinsic
 def store_half_pair(typingctx: Any, array: Any, i: Any, halves: Any) -> Any:
-    """Store elements 2 i and 2 i + 1, as `load_half_pair` returns them."""
+    """Store elements 2 i and 2 i + 1 from one uint32, as `load_half_pair` returns them."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         first = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
@@ -109,7 +114,24 @@ def store_half_pair(typingctx: Any, array: Any, i: Any, halves: Any) -> Any:
 
 def _number_or_nan(builder: Any, number: Any, a: Any, b: Any) -> Any:
     nan = ir.Constant(number.type, float("nan"))
+    # "uno": unordered, which means that one of both is a NaN.
     return builder.select(builder.fcmp_unordered("uno", a, b), nan, number)
+
+
+@intrinsic
+def multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+    """Return `a * b + c` for float32; one instruction if the processor has it.
+
+    Whether the product is rounded depends on the processor, so it must be exact.
+    """
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FloatType()
+        signed = ir.FunctionType(kind, [kind] * 3)
+        fused = builder.module.declare_intrinsic("llvm.fmuladd", [kind], signed)
+        return builder.call(fused, args)
+
+    return types.float32(types.float32, types.float32, types.float32), codegen
 
 
 @intrinsic
@@ -124,6 +146,7 @@ def canonical_nan(typingctx: Any, result: Any, a: Any, b: Any) -> Any:
         if isinstance(result, types.Float):
             return _number_or_nan(builder, *args)
         if isinstance(result, types.Complex):
+            # Part by part, as NumPy's NaN is.
             for i in range(2):
                 parts = [builder.extract_value(arg, i) for arg in args]
                 made = builder.insert_value(made, _number_or_nan(builder, *parts), i)
@@ -134,7 +157,7 @@ def canonical_nan(typingctx: Any, result: Any, a: Any, b: Any) -> Any:
 
 @intrinsic
 def canonical_nans(typingctx: Any, numbers: Any) -> Any:
-    """Return a tuple of numbers of one type with NumPy's NaN in place of every NaN."""
+    """Replace every NaN in a tuple of numbers of one type by NumPy's NaN."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         (made,) = args
@@ -148,10 +171,11 @@ def canonical_nans(typingctx: Any, numbers: Any) -> Any:
 
 @intrinsic
 def _copy_few(typingctx: Any, dest: Any, source: Any, nbytes: Any) -> Any:
-    """Copy bytes by the C library (memcpy)."""
+    """Copy bytes by memcpy of the C library."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         byte = ir.IntType(8).as_pointer()
+        # The intrinsic, which LLVM may inline.
         memcpy = builder.module.declare_intrinsic("llvm.memcpy", [byte, byte, ir.IntType(64)])
         pointers = [builder.inttoptr(arg, byte) for arg in args[:2]]
         builder.call(memcpy, [*pointers, args[2], ir.Constant(ir.IntType(1), 0)])
@@ -161,13 +185,15 @@ def _copy_few(typingctx: Any, dest: Any, source: Any, nbytes: Any) -> Any:
 
 
 def _lines(is_streamed: bool) -> Any:
-    """Return a function that copies 64 bytes, which begin at a multiple of 64 where they go."""
+    """Return a function that copies 64 bytes to an address that is a multiple of 64."""
 
     @intrinsic
     def line(typingctx: Any, dest: Any, source: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+            # 64 bytes: one AVX-512 store, or several narrower ones.
             vector = ir.VectorType(ir.IntType(64), 8)
             pointers = [builder.inttoptr(arg, vector.as_pointer()) for arg in args]
+            # The destination is aligned, as streaming stores require; the source may not be.
             stored = builder.store(builder.load(pointers[1], align=1), pointers[0], align=64)
             if is_streamed:
                 mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
@@ -184,10 +210,12 @@ _copy_line, _stream_line = _lines(False), _lines(True)
 
 @register_jitable
 def copy(dest: int, source: int, nbytes: int) -> None:
-    """Copy bytes between memory that does not overlap."""
+    """Copy bytes; the memory must not overlap."""
+    # Long copies with the destination closely behind the source, modulo a page, are slow.
     if nbytes < _LEAST_BY_STRINGS or (dest - source) % _PAGE >= _TOO_NEAR:
         _copy_few(dest, source, nbytes)
         return
+    # Up to the first cache line of the destination.
     head = -dest % 64
     _copy_few(dest, source, head)
     whole = head + (nbytes - head) // 64 * 64
@@ -198,7 +226,8 @@ def copy(dest: int, source: int, nbytes: int) -> None:
 
 @register_jitable
 def stream(dest: int, source: int, nbytes: int) -> None:
-    """Copy bytes past the caches, as `copy`; others see them after a `fence`."""
+    """Copy bytes past the caches, as `copy`; they become visible in order after a `fence`."""
+    # A short copy may end before the first line.
     head = min(-dest % 64, nbytes)
     _copy_few(dest, source, head)
     whole = head + (nbytes - head) // 64 * 64
@@ -208,9 +237,10 @@ def stream(dest: int, source: int, nbytes: int) -> None:
 
 
 def _x86(builder: Any, name: str) -> bool:
-    """Write an instruction of x86 without operands, by LLVM's name; False on other processors."""
+    """Emit an x86 instruction without operands; return False on other processors."""
     if not builder.module.triple.startswith(("x86_64", "i686")):
         return False
+    # Declared once per module, although the code may emit it often.
     kind = ir.FunctionType(ir.VoidType(), [])
     builder.call(cgutils.get_or_insert_function(builder.module, kind, f"llvm.x86.{name}"), [])
     return True
@@ -218,9 +248,10 @@ def _x86(builder: Any, name: str) -> bool:
 
 @intrinsic
 def fence(typingctx: Any) -> Any:
-    """Order what was streamed before what is stored after (x86-64; ARM64 needs nothing)."""
+    """Order streaming stores before later stores (x86-64; ARM64 needs no instruction)."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # Other stores of x86-64 are ordered without a fence.
         _x86(builder, "sse.sfence")
         return context.get_dummy_value()
 
@@ -229,10 +260,10 @@ def fence(typingctx: Any) -> Any:
 
 @intrinsic
 def store_fence_full(typingctx: Any) -> Any:
-    """Wait until all that was stored has reached the caches, before anything later begins.
+    """Wait until all earlier stores have reached the caches, before any later access begins.
 
-    On x86-64 that is `mfence`. What compilers take for a fence there, a locked instruction, lets
-    the lines of later stores be fetched meanwhile.
+    On x86-64 this is `mfence`. The locked instruction that compilers use as a fence lets the lines
+    of later stores be fetched meanwhile.
     """
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
@@ -248,6 +279,7 @@ def call_unary(typingctx: Any, function: Any, dest: Any, source: Any, n: Any, si
     """Call a loop `f(dest, source, n, size)` by its address."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # The signature of all loops, known to caller and callee.
         word = ir.IntType(64)
         kind = ir.FunctionType(ir.VoidType(), [word] * 4)
         builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
@@ -257,16 +289,17 @@ def call_unary(typingctx: Any, function: Any, dest: Any, source: Any, n: Any, si
 
 
 def on_stack(kind: Any, count: int) -> Any:
-    """Return a function that returns a pointer to so many elements on the stack.
+    """Return a function that returns a pointer to `count` elements on the stack.
 
-    Nothing else points there: what is read elsewhere and written here, or the other way round, is
-    vectorised without a look at addresses.
+    Nothing else points there, so loops between this memory and other arrays are vectorised without
+    overlap checks.
     """
 
     @intrinsic
     def memory(typingctx: Any) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             element = context.get_value_type(kind)
+            # Allocated once per call, also in a loop.
             return cgutils.alloca_once(builder, element, size=ir.Constant(ir.IntType(64), count))
 
         return types.CPointer(kind)(), codegen
@@ -286,19 +319,21 @@ def call_binary(typingctx: Any, function: Any, dest: Any, a: Any, b: Any, n: Any
     return types.void(*[types.int64] * 5), codegen
 
 
-# How MPI's functions take and give a count, a rank, a tag and an error: as int. A handle is an int
-# or a pointer, which registers pass alike; an int has its bits in the lower half.
+# MPI's functions take counts, ranks and tags as int, and return an error as int. A handle is an int
+# or a pointer. Registers pass both the same way; an int uses the lower half.
 _INT, _WORD = ir.IntType(32), ir.IntType(64)
 
 
 def _mpi(builder: Any, function: Any, kinds: Any, args: Any) -> Any:
-    """Call a function of MPI by its address; returns its error as a word."""
+    """Call an MPI function by its address; return its error code as a word."""
     kind = ir.FunctionType(_INT, kinds)
     given = [
+        # An int is passed in the lower half of a register.
         arg if kind is _WORD else builder.trunc(arg, _INT)
         for arg, kind in zip(args, kinds, strict=True)
     ]
     error = builder.call(builder.inttoptr(function, kind.as_pointer()), given)
+    # Sign-extended, because error codes are ints.
     return builder.sext(error, _WORD)
 
 
@@ -307,7 +342,7 @@ def mpi_start(
     typingctx: Any, function: Any, memory: Any, nbytes: Any, byte: Any, peer: Any, tag: Any,
     comm: Any, request: Any,
 ) -> Any:  # fmt: skip
-    """Call `MPI_Isend` or `MPI_Irecv`, whose arguments these are; returns MPI's error."""
+    """Call `MPI_Isend` or `MPI_Irecv` with these arguments; return MPI's error code."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         kinds = [_WORD, _INT, _WORD, _INT, _INT, _WORD, _WORD]
@@ -318,7 +353,7 @@ def mpi_start(
 
 @intrinsic
 def mpi_test(typingctx: Any, function: Any, request: Any, flag: Any, status: Any) -> Any:
-    """Call `MPI_Test` with three addresses; returns MPI's error."""
+    """Call `MPI_Test` with three addresses; return MPI's error code."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
         return _mpi(builder, args[0], [_WORD] * 3, args[1:])
@@ -328,9 +363,10 @@ def mpi_test(typingctx: Any, function: Any, request: Any, flag: Any, status: Any
 
 @intrinsic
 def pause(typingctx: Any) -> Any:
-    """Tell the processor that this is a wait, so that it leaves its resources to others."""
+    """Hint to the processor that this is a spin loop, so that it yields resources."""
 
     def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        # The hint 1 is YIELD.
         if not _x86(builder, "sse2.pause") and builder.module.triple.startswith("aarch64"):
             kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
             hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
@@ -340,6 +376,6 @@ def pause(typingctx: Any) -> Any:
     return types.void(), codegen
 
 
-# From the C library, which every Python process has loaded: the first gives the core away.
+# From the C library, which every Python process has loaded. `sched_yield` yields the core.
 sched_yield = types.ExternalFunction("sched_yield", types.int32())
 clock_gettime = types.ExternalFunction("clock_gettime", types.int32(types.int32, types.voidptr))

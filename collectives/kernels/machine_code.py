@@ -1,12 +1,12 @@
 """Position-independent object files of compiled functions, loaded without numba.
 
-What every rank needs at its first calls, the rounds of its node and loops over elements, is few
-functions of plain addresses and numbers. numba compiles each of them once on a machine; what comes
-out stands alone, so that later processes only have it linked by LLVM: two ranks that start, sum and
-end take 0.75 s of processor time, mpirun included, and 1.65 s where each of them imports numba.
+The first calls of every rank need the node's kernels and element-wise loops: few functions of plain
+addresses and numbers. numba compiles each of them once on a machine. The object files need no
+library, so later processes only link them by LLVM: two ranks that start, sum and exit take 0.75 s
+of processor time, mpirun included, and 1.65 s if each of them imports numba.
 
-A function is named by a module and words: `module.make(symbol, *words)` returns an object file in
-which the function is `symbol`. That module imports numba, and is imported only to compile.
+A function is named by a module and words: `module.make(symbol, *words)` returns an object file that
+defines the function as `symbol`. That module imports numba, and is imported only to compile.
 
 `collectives.kernels.code_cache` keeps the files. The code depends on the source of all files in the
 module's folder and in this one. One rank of each machine compiles while the other ranks wait for it
@@ -15,6 +15,7 @@ module's folder and in this one. One rank of each machine compiles while the oth
 
 from __future__ import annotations
 
+import collections
 import ctypes
 import functools
 import hashlib
@@ -29,12 +30,18 @@ from collections.abc import Callable, Sequence
 from pathlib import Path
 from typing import Any
 
+from collectives.arrays.dtypes import NUMBERS
 from collectives.core import compile_time
-from collectives.kernels import code_cache, compile_lock
+from collectives.core.errors import counted
+from collectives.core.process_hooks import in_child
+from collectives.kernels import code_cache, compile_lock, prebuilt
 
-__all__ = ["KNOWN_SYMBOLS", "compile_ahead", "ensure", "function", "is_kept", "load"]
+__all__ = [
+    "KNOWN_SYMBOLS", "Code", "compile_ahead", "ensure", "function", "is_kept", "load", "origins",
+    "procedure",
+]  # fmt: skip
 
-# How Python calls what `numba_compiler.python_code` makes.
+# Functions by which code of `numba_compiler.python_code` uses Python.
 _OF_PYTHON = (
     "PyLong_AsLongLong",
     "PyLong_FromLongLong",
@@ -42,59 +49,84 @@ _OF_PYTHON = (
     "PyEval_RestoreThread",
 )
 
-# What code may refer to: a process without numba has it.
-KNOWN_SYMBOLS = frozenset((*_OF_PYTHON, "clock_gettime", "sched_yield"))
+# Functions of the C library's libm, for numbers that no instruction handles.
+_OF_LIBM = ("sqrt", "sqrtf")
+
+# Symbols that code may refer to, because a process without numba has them.
+KNOWN_SYMBOLS = frozenset((*_OF_PYTHON, *_OF_LIBM, "clock_gettime", "sched_yield"))
 
 _lock = threading.Lock()
 _addresses: dict[tuple[str, ...], int] = {}
-_made: dict[tuple[str, ...], bytes] = {}  # by this process, and not yet loaded
-_place: list[socket.socket] = []  # of this process among those that make code
-os.register_at_fork(after_in_child=_place.clear)  # the parent's
+_origins: dict[tuple[str, ...], str] = {}
+_made: dict[tuple[str, ...], bytes] = {}  # compiled by this process, and not yet loaded
+_place: list[socket.socket] = []  # slot of this process among those that may compile
+in_child(_place.clear)  # the slot stays with the parent
 
 
 def load(module: str, *words: str) -> int:
-    """Return the address of a function, which stays there as long as the process lives.
+    """Return the address of a function, which is valid for the life of the process.
 
     Args:
-        module: the module whose `make` compiles it, where no file has it.
-        words: which of its functions.
+        module: module whose `make` compiles the function if no file has it.
+        words: name of the function in the module.
     """
     name = (module, *words)
+    # One lock for all: loading is rare, and LLVM's linker is not thread-safe.
     with _lock:
         if name not in _addresses:
+            # Deadlines do not count this time, because no rank is late.
             with compile_time.measure():
                 _addresses[name] = _load(name)
         return _addresses[name]
 
 
-def ensure(names: Sequence[tuple[str, ...]]) -> None:
-    """Make, of functions that this process will load, those that no file has and nobody makes yet.
+def origins() -> dict[str, int]:
+    """Return how many functions this process has loaded, by the origin of their code."""
+    with _lock:
+        return dict(collections.Counter(_origins.values()))
 
-    Ranks that need the same functions at the same moment so make one each, where they would wait
-    for the first one in turn. As many do as the machine has cores, and it is always the same ones:
-    each has to load numba first.
+
+def ensure(names: Sequence[tuple[str, ...]]) -> None:
+    """Compile those functions that are not cached and that no other process compiles now.
+
+    So ranks that need the same functions at the same moment compile one each, instead of waiting
+    for the first rank in turn. As many processes compile as the machine has cores, always the same
+    ones, because each has to load numba first.
 
     Args:
-        names: the arguments of `load`, of each function.
+        names: arguments of `load` for each function.
     """
+    # Other threads wait here, and then find the functions.
     with _lock:
         missing = [name for name in names if name not in _addresses and name not in _made]
-        codes = {name: code for name in missing if (code := _Code(name)).read() is None}
-        # Of a single one: who loads it makes it.
+        codes = {name: code for name in missing if (code := Code(name)).read() is None}
+        # A single function is compiled by the process that loads it first.
         if len(codes) < 2 or not _makes_code(next(iter(codes.values())).where):
             return
         with compile_time.measure():
             for name, code in codes.items():
+                # 0 seconds: a function that another process compiles is left to it.
                 with compile_lock.wait_or_lead(code.described, 0.0) as is_first:
+                    # Read again, because another process may have finished meanwhile.
                     if is_first and code.read() is None:
-                        _made[name] = code.make()
+                        _made[name] = code.make(_described(list(codes)))
+
+
+# As words of functions name them.
+_DTYPES = frozenset(dtype.name for dtype in NUMBERS)
+
+
+def _described(names: Sequence[tuple[str, ...]]) -> str:
+    """Describe functions, such as "3 loops for bfloat16"."""
+    dtypes = sorted({word for name in names for word in name[1:]} & _DTYPES)
+    return " for ".join(filter(None, (counted(len(names), "loop"), ", ".join(dtypes))))
 
 
 def _makes_code(where: str) -> bool:
-    """Tell whether this process has one of the places of those that make code; it keeps it.
+    """Return whether this process holds one of the slots for compiling; the slot is kept.
 
     Args:
-        where: others that make code there are counted.
+        where: processes with the same value share the slots.
     """
     if (
         not _place
@@ -106,11 +138,11 @@ def _makes_code(where: str) -> bool:
 
 
 def is_kept(module: str, *words: str) -> bool:
-    """Tell whether a file has a function; arguments as `load`."""
-    return _Code((module, *words)).read() is not None
+    """Return whether a file has a function; arguments as `load`."""
+    return Code((module, *words)).read() is not None
 
 
-# The ranks have priority, but a rank that needs the code waits for it: not the lowest priority.
+# The ranks have priority, but not by the lowest niceness, because a rank may wait for the code.
 _AHEAD_NICE = 5
 
 _AHEAD_PROGRAM = """
@@ -124,25 +156,25 @@ for name in {names}:
 
 @functools.cache
 def compile_ahead(module: str, *kinds: str) -> subprocess.Popen[bytes] | None:
-    """Start a process that compiles the functions that no file has; once in a process.
+    """Start a process that compiles the functions without a file; once per process.
 
-    Surviving ranks may need a kind of call that they have not made yet: arrays that four ranks
-    reduce in one round are reduced piece by piece by two. With an empty cache that compilation
-    takes 2 s of a core (10 s when four ranks shared two cores with other programs), during which
-    no rank trains. The caller does not wait for the process; if it fails, the code is compiled
-    where it is needed.
+    After a failure the surviving ranks may need kernels that they have not used yet: four ranks
+    reduce in one round what two ranks reduce piece by piece. With an empty cache, compiling takes
+    2 s of a core (10 s when four ranks shared two cores with other programs), during which no rank
+    trains. The caller does not wait for the process. If it fails, the code is compiled on demand.
 
     Args:
         module: as `load`.
         kinds: the only word of each function.
 
     Returns:
-        The process; None if all functions have files, or no process can be started.
+        the process; None if all functions have files, or no process can be started.
     """
     names = [(module, kind) for kind in kinds if not is_kept(module, kind)]
     if not names:
         return None
-    # The process finds the package where this one has found it.
+    # The process must import the same package.
+    # The child does not see changes of `sys.path`.
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(sys.path)}
     try:
         return subprocess.Popen(
@@ -156,11 +188,12 @@ def compile_ahead(module: str, *kinds: str) -> subprocess.Popen[bytes] | None:
 
 @functools.cache
 def function(module: str, *words: str, arguments: int = 1) -> Callable[..., int]:
-    """Return a function of so many arguments as a function of Python.
+    """Return a Python callable of a function with 1 or 3 numbers as arguments.
 
-    It has been made by `numba_compiler.python_code`, or as Python's own are in C. A call takes
-    0.09 us, of numba's dispatcher 0.3, of ctypes 0.45. Other arguments as `load`.
+    `numba_compiler.python_code` has compiled it. A call takes 0.09 us; numba's dispatcher takes
+    0.3, ctypes 0.45. Further arguments as `load`.
     """
+    # Python shows the name in errors.
     name = words[-1].encode()
     how = _ONE_ARGUMENT if arguments == 1 else _ARRAY_OF_ARGUMENTS
     definition = _Definition(name, load(module, *words), how, None)
@@ -169,8 +202,17 @@ def function(module: str, *words: str, arguments: int = 1) -> Callable[..., int]
     return made
 
 
+@functools.cache
+def procedure(module: str, *words: str, arguments: int) -> Callable[..., None]:
+    """Return a Python callable of a function without a result; a call releases the GIL.
+
+    All arguments are 64-bit integers: addresses and counts. Further arguments as `load`.
+    """
+    return ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * arguments)(load(module, *words))
+
+
 class _Definition(ctypes.Structure):
-    """What Python knows of a function in C (PyMethodDef)."""
+    """Description of a C function for Python (PyMethodDef)."""
 
     _fields_ = (
         ("name", ctypes.c_char_p),
@@ -181,23 +223,26 @@ class _Definition(ctypes.Structure):
 
 
 _ONE_ARGUMENT, _ARRAY_OF_ARGUMENTS = 0x0008, 0x0080  # METH_O, METH_FASTCALL
-_definitions: list[_Definition] = []  # read at each call
+_definitions: list[_Definition] = []  # kept alive, because each call reads its own
 _new_builtin = ctypes.PYFUNCTYPE(
     ctypes.py_object, ctypes.POINTER(_Definition), ctypes.c_void_p, ctypes.c_void_p
 )(("PyCFunction_NewEx", ctypes.pythonapi))
 
 
 def _load(name: tuple[str, ...]) -> int:
-    code = _Code(name)
+    code = Code(name)
+    # This process may have compiled it in `ensure`.
     content = _made.pop(name, None) or code.read()
     if content is None:
         with compile_lock.wait_or_lead(code.described):
-            # Another process may have made it meanwhile.
-            content = code.read() or code.make()
+            # Another process may have compiled it meanwhile.
+            content = code.read() or code.make(_described([name]))
+    _origins[name] = code.origin
     import llvmlite.binding as llvm
 
     linker = _linker()
     linker.add_object_file(llvm.ObjectFileRef.from_data(content))
+    # Finalizing makes the memory executable.
     linker.finalize_object()
     found: int = linker.get_function_address(code.symbol)
     return found
@@ -207,61 +252,95 @@ def _load(name: tuple[str, ...]) -> int:
 def _linker() -> Any:
     import llvmlite.binding as llvm
 
-    for symbol in _OF_PYTHON:
-        in_c = ctypes.cast(getattr(ctypes.pythonapi, symbol), ctypes.c_void_p)
-        llvm.add_symbol(symbol, in_c.value)
+    # Named to LLVM, which otherwise finds only symbols that the interpreter exports.
+    libm = ctypes.CDLL("libm.so.6")
+    for library, symbols in ((ctypes.pythonapi, _OF_PYTHON), (libm, _OF_LIBM)):
+        for symbol in symbols:
+            in_c = ctypes.cast(getattr(library, symbol), ctypes.c_void_p)
+            llvm.add_symbol(symbol, in_c.value)
     llvm.initialize_native_target()
     llvm.initialize_native_asmprinter()
+    # `jit=True`: code model and relocations for memory anywhere.
     machine = llvm.Target.from_default_triple().create_target_machine(jit=True)
     return llvm.create_mcjit_compiler(llvm.parse_assembly(""), machine)
 
 
-class _Code:
+class Code:
     """The object file of a function.
 
     Args:
-        name: its module and words.
+        name: module and words of the function.
 
     Attributes:
-        symbol: its name in an object file.
+        symbol: name of the function in the object file.
+        prebuilt: name of the object file in an archive of `collectives.kernels.prebuilt`.
+        origin: where `read` has found the code: "package (LEVEL)" or "cache"; else "compiler".
     """
 
     def __init__(self, name: tuple[str, ...]) -> None:
         self._module, self._words = name[0], name[1:]
+        # A hash, because words of names may not be valid symbols.
         self.symbol = f"unisono_{hashlib.sha256(repr(name).encode()).hexdigest()[:16]}"
         label = ".".join((name[0].rpartition(".")[2], *name[1:]))
-        self._entry = code_cache.CacheEntry(label, "o", repr(name).encode() + _source(name[0]))
+        # The source of the module's folder, because kernels inline functions of their neighbours.
+        made_from = repr(name).encode() + _source(name[0])
+        self.prebuilt = prebuilt.member_name(label, made_from + _source(__name__))
+        self._kept_as = label, "o", made_from
+        self.origin = "compiler"
+
+    @functools.cached_property
+    def _entry(self) -> code_cache.CacheEntry:
+        # Only without prebuilt code, because its name contains the version of numba.
+        return code_cache.CacheEntry(*self._kept_as)
 
     def read(self) -> bytes | None:
-        """Return the object file; None if no folder has it."""
-        return self._entry.read()
+        """Return the object file; None if neither the package nor a folder has it."""
+        found = prebuilt.read(self.prebuilt)
+        if found is not None:
+            self.origin = f"package ({found.level})"
+            return found.code
+        kept = self._entry.read()
+        if kept is not None:
+            self.origin = "cache"
+        return kept
 
-    def make(self) -> bytes:
-        """Compile the object file, and keep it where that is possible."""
-        with code_cache.announce_compiling():
-            code: bytes = importlib.import_module(self._module).make(self.symbol, *self._words)
+    def make(self, announced_as: str) -> bytes:
+        """Compile the object file, and cache it if possible; announced after 2 s."""
+        with code_cache.announce_compiling(announced_as):
+            code = self.compile()
         self._entry.write(code)
+        return code
+
+    def compile(self) -> bytes:
+        """Compile the object file for the processor that numba compiles for.
+
+        Raises:
+            ImportError: numba is not installed.
+        """
+        # Imported here, because the module loads numba.
+        code: bytes = importlib.import_module(self._module).make(self.symbol, *self._words)
         return code
 
     @property
     def described(self) -> str:
-        """What this is made from and where it is kept, for others who need the same."""
+        """Identity of the code and its cache, equal in all processes that need the same code."""
         return self._entry.description
 
     @property
     def where(self) -> str:
-        """What it has in common with the other functions of its package in this job."""
+        """Folder of the source and of the cache, equal for all functions of a package in a job."""
         return str([str(folder) for folder in (_folder(self._module), *code_cache.folders())])
 
 
 @functools.cache
 def _source(module: str) -> bytes:
-    """Return a digest of the text that code of a module is made from."""
+    """Return a digest of the sources that a module's code depends on."""
     return code_cache.digest_of_files(_folder(module).glob("*.py"))
 
 
 @functools.cache
 def _folder(module: str) -> Path:
+    # Without importing the module, which would load numba.
     found = importlib.util.find_spec(module)
     assert found is not None
     return Path(str(found.origin)).parent

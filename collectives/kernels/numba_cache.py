@@ -1,26 +1,26 @@
 """Disk cache of numba functions that take arrays: files as numba writes them, without its index.
 
 numba numbers the files of a function's variants (other dtypes, other functions in its closure) and
-keeps the numbers in an index. Ranks that compile different variants at the same time take the same
-number; the index then names one variant and the file holds the other, and every later process runs
+keeps the numbers in an index. Ranks that compile different variants at the same time use the same
+number. The index then names one variant and the file holds the other, and every later process runs
 the wrong code without an error. This has happened: bfloat16 numbers were rounded to float16.
 
-Here there is no index. `collectives.kernels.code_cache` names a file by everything that a variant
-is made from, writes it under another name, renames it, and checks that it is complete. If several
+This cache has no index. `collectives.kernels.code_cache` names a file by everything that determines
+a variant, writes it under a temporary name, renames it, and checks that it is complete. If several
 processes of a machine need a variant at the same time, one compiles it and the others load its file
 (`compile_lock`).
 
-The code of a function has a *symbol* by which other code finds it: the function's qualified name,
-the types of its arguments, and a number. numba counts 1, 2 ... in each process, so that files of
-two processes define one symbol with other code wherever a function exists in variants; a process
-that loads both runs the first for either. This has happened, too: sums in bfloat16 ran the code of
-float16. Importing this module therefore makes numba draw its numbers at random (`_number`), in the
-whole process, since a loop contains functions that others have made. What numba has compiled before
-that has a small number still, and code with such a function inside is not kept.
+Other code finds a function by its *symbol*: the qualified name, the types of the arguments, and a
+number. numba counts 1, 2 ... in each process. So for a function with variants, files of two
+processes define one symbol with different code, and a process that loads both runs the first for
+either. This has also happened: sums in bfloat16 ran the code of float16. So importing this module
+makes numba draw random numbers (`_number`), in the whole process, because a loop contains functions
+of other modules. Functions that numba compiled before have small numbers, and code that contains
+one is not cached.
 
-numba has no public names for any of this. Where a version of it lacks one, this module cannot be
-imported, or `VariantCache` raises AttributeError; `collectives.kernels.numba_compiler` then keeps
-nothing. Where numba takes its numbers from elsewhere they are small, and the code is not kept.
+numba has no public names for any of this. If a version lacks one, this module cannot be imported,
+or `VariantCache` raises AttributeError; `collectives.kernels.numba_compiler` then caches nothing.
+If a version takes its numbers from elsewhere they are small, and the code is not cached.
 """
 
 from __future__ import annotations
@@ -52,24 +52,26 @@ log = logging.getLogger(__name__)
 # Part of each file's digest. 2: numbers in symbols are drawn at random. 3: a file holds only code.
 _EDITION = 3
 
-# Of the numbers in symbols. All that numba counts are smaller; among a million that are drawn, two
-# are equal with a probability of 1e-17.
+# Bits of the numbers in symbols. All numbers that numba counts are smaller; among a million random
+# ones, two are equal with a probability of 1e-17.
 _NUMBER_BITS = 96
 _SMALLEST_NUMBER = 1 << _NUMBER_BITS
 _NUMBER = re.compile(r"B\d+v(\d+)B")  # in a symbol, between a length and the next tag
 
 
 def _number() -> int:
-    """Draw a number from the system, which gives others to a process and to its fork."""
+    """Return a random number from the system, which differs between a process and its fork."""
+    # Above all numbers that numba counts itself.
     return _SMALLEST_NUMBER | secrets.randbits(_NUMBER_BITS)
 
 
-# No generator, which two threads may not advance at once.
+# Not a generator, because two threads may not advance one at once.
 FunctionIdentity._unique_ids = iter(_number, None)  # type: ignore[assignment]
 
 
 def _require(owner: object, *names: str) -> None:
     """Raise AttributeError unless an object of numba has these attributes."""
+    # Now, because a missing attribute must be found before code is stored wrongly.
     for name in names:
         getattr(owner, name)
 
@@ -80,9 +82,10 @@ class _SourceLocator:
     def __init__(self, function: Callable[..., Any], file: str) -> None:
         self._py_file = file
         self._line = function.__code__.co_firstlineno
+        # Source files count by content, so that a copy of the package finds the same code.
         if Path(file).exists():
             self._stamp = code_cache.digest_of_files([file])
-        else:  # a function of a notebook
+        else:  # a function in a notebook
             self._stamp = hashlib.sha256(inspect.getsource(function).encode()).digest()
 
     @classmethod
@@ -103,7 +106,7 @@ class _SourceLocator:
 
 
 class _VariantFormat(CompileResultCacheImpl):
-    """The form in which numba stores a compiled variant."""
+    """The format in which numba stores a compiled variant."""
 
     _locator_classes = [_SourceLocator]
 
@@ -114,10 +117,10 @@ class VariantCache(FunctionCache):
     Args:
         dispatcher: the function, as `numba.njit` returns it.
         includes: source files of other functions that become part of the code.
-        options: those of `numba.njit`.
+        options: options of `numba.njit`.
 
     Raises:
-        AttributeError: this numba lacks a part of its cache that is replaced or called here.
+        AttributeError: this numba lacks a private attribute that this class replaces or calls.
         OSError: the source of the function is unknown.
     """
 
@@ -130,12 +133,14 @@ class VariantCache(FunctionCache):
         _require(CompileResultCacheImpl, "_locator_classes", "filename_base", "locator")
         _require(dispatcher, "_cache", "compile", "locals", "targetoptions")
         _require(rtsys, "initialize")
+        # numba's constructor finds the locator above.
         super().__init__(dispatcher.py_func)  # type: ignore[no-untyped-call]
         _require(self, "_cache_file", "_impl", "_name", "_py_func")
+        # A change in an included function must recompile this one.
         sources = self._impl.locator.get_source_stamp() + code_cache.digest_of_files(includes)
         self._files = _VariantFiles(self._impl.filename_base, sources, sorted(options.items()))
         self._cache_file: Any = self._files
-        self._under_way: list[ExitStack] = []  # compilations, each in the one before
+        self._under_way: list[ExitStack] = []  # running compilations, each nested in the one before
 
     def in_turn(self, compile_variant: Callable[[Any], Any]) -> Callable[[Any], Any]:
         """Let one process of this machine compile a variant while others wait for its file.
@@ -146,7 +151,7 @@ class VariantCache(FunctionCache):
 
         @functools.wraps(compile_variant)
         def compile_in_turn(signature: Any) -> Any:
-            # numba takes its lock, too; before the turn, so that threads wait for each other there.
+            # numba also takes its lock. Taking it first makes threads of a process wait there.
             with global_compiler_lock, ExitStack() as turn_of_this:
                 self._under_way.append(turn_of_this)
                 try:
@@ -157,34 +162,41 @@ class VariantCache(FunctionCache):
         return compile_in_turn
 
     def load_overload(self, signature: Any, context: Any) -> Any:
-        """Load a variant without what numba needs to compile one.
+        """Load a variant without the imports that numba needs to compile.
 
-        numba would import all that it knows to compile (scipy.linalg, too) before it reads a file:
-        0.35 s of 0.85 s that a rank computes from its start to the end of its first all-reduce.
-        Code refers to functions that allocate, whether it calls them or not.
+        numba would first import its whole compiler, and scipy.linalg: 0.35 s of the 0.85 s that a
+        rank computes until the end of its first all-reduce. `rtsys` is initialized, because code
+        refers to allocating functions even if it does not call them.
         """
+        # Code of a file may call numba's runtime, which `compile` would initialize.
         rtsys.initialize(context)
         found = self._load_overload(signature, context)  # type: ignore[no-untyped-call]
+        # Outside of a compilation nothing is to be compiled.
         if found is None and self._under_way:
             entry = self._files.entry(self._index_key(signature, context.codegen()))
+            # Entered into the stack of the compilation, so that both end with it.
             self._under_way[-1].enter_context(compile_time.measure())
             self._under_way[-1].enter_context(compile_lock.wait_or_lead(entry.description))
-            # Another process may have made it meanwhile.
+            # Another process may have compiled it meanwhile.
             found = self._load_overload(signature, context)  # type: ignore[no-untyped-call]
             if found is None:
-                self._under_way[-1].enter_context(code_cache.announce_compiling())
+                # Only this process compiles, so only it logs that.
+                self._under_way[-1].enter_context(
+                    code_cache.announce_compiling(self._py_func.__qualname__)
+                )
         return found
 
     def save_overload(self, signature: Any, data: Any) -> None:
-        """Keep a variant, unless another file may define its symbols."""
+        """Cache a variant, unless another file may define its symbols."""
         numbers = map(int, _NUMBER.findall(data.library.get_llvm_str()))
+        # Symbols with small numbers may occur in files of other processes.
         if min(numbers, default=0) < _SMALLEST_NUMBER:
             log.info("compiled code is not kept: %s contains older code of numba", self._name)
             return
         super().save_overload(signature, data)  # type: ignore[no-untyped-call]
 
     def _index_key(self, signature: Any, codegen: Any) -> Any:
-        """Describe a variant by its source, in place of numba's key."""
+        """Return a key of a variant by its source, instead of numba's key."""
         digest = function_digest.digest_of_function(self._py_func, _pickle)
         return signature, codegen.magic_tuple(), digest
 
@@ -214,6 +226,7 @@ class _VariantFiles:
 
     def entry(self, key: Any) -> code_cache.CacheEntry:
         """Return the cache entry of a variant."""
+        # Everything that determines the code, besides the toolchain (`code_cache`).
         described = (_EDITION, self._label, self._sources, self._options, key)
         made_from = repr(described).encode()
         if made_from not in self._seen:

@@ -6,7 +6,7 @@ import configparser
 import re
 from pathlib import Path
 
-EXTRAS = ("openmpi", "examples", "simulate")  # what else tests need is as new as it gets
+EXTRAS = ("openmpi", "examples", "simulate", "numba")  # what else tests need is as new as it gets
 
 
 def constraints() -> list[str]:

@@ -279,31 +279,29 @@ def test_processors_without_float16_instructions(processor, tmp_path):
     # Without tests/conftest.py, which would compile the first calls of a rank.
     path = os.pathsep.join([str(launcher.ROOT), str(launcher.ROOT / "tests")])
     command = [sys.executable, "-m", "pytest", "-q", "-p", "no:cacheprovider", "--noconftest"]
-    result = launcher.run(
+    launcher.run(
         [*command, __file__, "-k", "not process and not bfloat16"],
         timeout=100,
         PYTHONPATH=path,
         **environment,
-    )
-    assert result.status == 0, result.stdout + result.stderr
+    ).checked()
 
 
 def test_a_second_process_finds_the_loops_compiled(tmp_path):
     script = """
-import collectives as cc, numpy as np
+import sys
+import collectives as cc, ml_dtypes, numpy as np
 from collectives.kernels import half_loops as packing
 wide, residual = np.zeros((2, 1), np.float32)
-for half in packing._LOOPS:
+for half in (np.float16, ml_dtypes.bfloat16):
     packed = np.zeros(1, half)
     packing.widen(packed, wide)
     packing.narrow(wide, packed, residual=residual)
     packing.reduce(np.zeros((1, 1), half), packed, rank=0, op=cc.SUM)
-    widen, _, carry, reduce = packing._LOOPS[half]
-    used = (widen, carry, reduce["add"])
-    print(sum(sum(loop.stats.cache_misses.values()) for loop in used))
+print("numba" in sys.modules)
 """
     seen = [
         launcher.run([sys.executable, "-c", script], timeout=100, NUMBA_CACHE_DIR=str(tmp_path))
         for _ in range(2)
     ]
-    assert [result.stdout.split() for result in seen] == [["3", "3"], ["0", "0"]], seen
+    assert [result.stdout.split() for result in seen] == [["True"], ["False"]], seen

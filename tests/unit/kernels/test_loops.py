@@ -117,6 +117,24 @@ def test_two_at_once_have_the_bits_of_two_by_steps(dtype, op):
             assert result.tobytes() == expected
 
 
+@pytest.mark.parametrize("dtype", HALVES, ids=str)
+def test_a_mean_of_halves_has_the_bits_of_the_divided_sum_unless_that_overflows(dtype):
+    a, b = operands(dtype, 333)
+    arrays, found, count = (a, b, a[::-1].copy()), loops.loops(dtype, "MEAN"), a.size
+    total, result = np.empty(count, np.float32), np.empty_like(a)
+    call(found.start, total, a, b, count)
+    call(found.add, total, arrays[2], count, 3)
+    call(found.save, result, total, count, 3)
+    with np.errstate(all="ignore"):
+        first, second, third = (array.astype(np.float32) for array in arrays)
+        divided = (first + second + third) / np.float32(3)
+        exact = sum(array.astype(np.float64) for array in arrays) / 3
+    fits = np.isfinite(divided)
+    expected = divided.astype(dtype)[fits]
+    np.testing.assert_array_equal(result[fits].view(np.uint16), expected.view(np.uint16))
+    np.testing.assert_array_equal(np.isfinite(result.astype(np.float32)), np.isfinite(exact))
+
+
 def parts_of(array):
     """View an array of complex numbers as their parts; return any other array."""
     return array.view(array.real.dtype) if array.dtype.kind == "c" else array

@@ -79,7 +79,7 @@ def loops(*dtypes):
 
 def rules(dtype):
     """Rules of optimizers, one of them a user's, made by a factory."""
-    from strategies.optimizers import numba_step, rules
+    from strategies.optimizers import host_step, rules
 
     def scaled(factor):
         def rule(value, gradient, numbers):
@@ -88,16 +88,16 @@ def rules(dtype):
 
     for rule, expected in ((rules.sgd, 0.5), (scaled(2), -1), (scaled(3), -2)):
         value = np.ones(3, dtype)
-        numba_step.apply(rule, value, np.ones(3, dtype), [], [0.5])
+        host_step.apply(rule, value, np.ones(3, dtype), [], [0.5])
         check(value, [expected] * 3)
     for rule, numbers, expected in (
         (rules.momentum, [0.5, 2.0], [-0.5, 3]), (rules.nesterov, [0.5, 2.0], [-2.5, 3]),
     ):
         value, slot = np.ones(3, dtype), np.ones(3, dtype)
-        numba_step.apply(rule, value, np.ones(3, dtype), [slot], numbers)
+        host_step.apply(rule, value, np.ones(3, dtype), [slot], numbers)
         check(value, [expected[0]] * 3)
         check(slot, [expected[1]] * 3)
-    assert numba_step.sum_of_squares(np.full(300, 2, dtype)) == 1200
+    assert host_step.sum_of_squares(np.full(300, 2, dtype)) == 1200
 
 
 def records():
@@ -160,15 +160,20 @@ def symbols(cache):
                 yield path.name, function.name, re.sub(r"[#!]\d+", "", str(function))
 
 
-@pytest.mark.timeout(600)
-def test_processes_of_any_order_compile_and_then_share_everything(tmp_path):
-    program, cache = tmp_path / "program.py", tmp_path / "cache"
-    program.write_text(PROGRAM)
-    for kind in KINDS:  # each in a process of its own, where numba's count would begin at 1
-        run(program, cache, kind)
+def codes_of(cache):
+    """The code of each symbol, the same in all kept files."""
     codes = {}
     for file, name, code in symbols(cache):
         assert codes.setdefault(name, code) == code, (file, name)
+    return codes
+
+
+@pytest.mark.timeout(600)
+def test_processes_of_any_order_compile_and_then_share_everything(tmp_path):
+    program, cache = launcher.written(tmp_path, PROGRAM), tmp_path / "cache"
+    for kind in KINDS:  # each in a process of its own, where numba's count would begin at 1
+        run(program, cache, kind)
+    codes_of(cache)
     files = kept(cache)
     assert len(files) > 40
     run(program, cache, *KINDS[::-1])  # which loads all of it
@@ -195,8 +200,7 @@ cc.shutdown()
 @pytest.mark.long
 @pytest.mark.timeout(300)
 def test_jobs_of_one_compression_each_and_then_of_both(tmp_path):
-    program, cache = tmp_path / "job.py", tmp_path / "cache"
-    program.write_text(JOB)
+    program, cache = launcher.written(tmp_path, JOB), tmp_path / "cache"
     for names in (["FP16"], ["BF16"], ["FP16", "BF16"], ["BF16", "FP16"]):
         result = launcher.mpirun(2, program, *names, timeout=60, NUMBA_CACHE_DIR=str(cache))
         assert result.status == 0, (names, result.stderr)
@@ -222,10 +226,10 @@ def rule(value, gradient, numbers):
 if __name__ == "__main__":
     import numpy as np
     import rule
-    from strategies.optimizers import numba_step
+    from strategies.optimizers import host_step
 
     value = np.ones(3, np.float32)
-    numba_step.apply(rule.rule, value, np.ones(3, np.float32), [], [0.5])
+    host_step.apply(rule.rule, value, np.ones(3, np.float32), [], [0.5])
     print(value[0])
 """
 
@@ -273,13 +277,10 @@ assert numba_compiler.compiled(outer)(x) == outer(x)
 
 @pytest.mark.parametrize("case", [also("plain"), "fork", "before"])
 def test_inner_functions_of_many_processes_have_symbols_of_their_own(tmp_path, case):
-    program, cache = tmp_path / "program.py", tmp_path / "cache"
-    program.write_text(PARENT)
+    program, cache = launcher.written(tmp_path, PARENT), tmp_path / "cache"
     for factor in ("2", "3"):
         run(program, cache, case, factor)
-    codes = {}
-    for file, name, code in symbols(cache):
-        assert codes.setdefault(name, code) == code, (file, name)
+    codes = codes_of(cache)
     assert any("outer" in name for name in codes) == (case != "before")
     run(program, cache, "plain", "2")
 

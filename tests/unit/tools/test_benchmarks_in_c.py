@@ -41,8 +41,7 @@ def _compiler():
 def compiled(source, *options):
     """Return the program; it needs AVX-512 only where its code says so, if it is not optimised."""
     program = source.parent / source.stem
-    result = run([*COMPILE, *options, str(source), "-o", str(program)], timeout=100)
-    assert result.status == 0, result.stderr
+    run([*COMPILE, *options, str(source), "-o", str(program)], timeout=100).checked()
     return str(program)
 
 
@@ -63,8 +62,7 @@ def test_the_benchmark_compiles_and_measures(tmp_path):
     source = (ROOT / "benchmarks" / "exchange.c").read_text()
     program = compiled(copied(tmp_path, source), "-O3")
     if "avx512f" in Path("/proc/cpuinfo").read_text().split():
-        result = run([program, "2"], timeout=100)
-        assert result.status == 0, result
+        result = run([program, "2"], timeout=100).checked()
         # A size is missing where all of its turns saw the machine change.
         rows = result.stdout.splitlines()
         assert rows

@@ -10,6 +10,7 @@ import sys
 
 import pytest
 
+import collectives as cc
 from collectives import __main__
 from collectives.algorithms import selection
 from collectives.algorithms.cost_model import RankLayout
@@ -20,6 +21,7 @@ from collectives.tools import bench, byte_sizes, info, plot
 from launcher import ROOT, commands, mpirun, run
 from pairwise import also
 from requirements import require
+from strategies.__main__ import main as strategies_main
 
 COMMAND = ("-m", "collectives")
 
@@ -96,6 +98,16 @@ def test_check_finds_nothing_wrong(size):
     assert result.stdout.splitlines()[-1] == "all well"
 
 
+def test_check_as_json():
+    result = mpirun(2, *COMMAND, "check", "--json", timeout=100)
+    assert result.status == 0, result.stdout + result.stderr
+    found = json.loads(result.stdout)
+    assert (found["ok"], found["ranks"], found["nodes"]) == (True, 2, 1)
+    verdicts = {line["name"]: line["verdict"] for line in found["lines"]}
+    assert {verdicts[name] for name in selection.ALGORITHMS} == {"ok"}
+    assert set(found["lines"][0]) == {"name", "verdict", "text"}
+
+
 @pytest.mark.parametrize(
     ("directory", "reason"), [also("off", "UNISONO_SHARED_MEMORY=off"), ("no", "No such")]
 )
@@ -116,7 +128,7 @@ def test_check_names_operation_dtype_and_rank_of_a_wrong_result_and_of_another_v
     result = faulty(tmp_path, "wrong", "check")
     verdict, text = lines(result.stdout)["allreduce"]
     assert verdict == "FAILED"
-    assert "on 1 ranks; rank 1: allreduce SUM int16, 37 elements, auto: 1 of 37" in text
+    assert "on 1 rank; rank 1: allreduce SUM int16, 37 elements, auto: 1 of 37" in text
     verdict, text = lines(result.stdout)["numpy"]
     assert verdict == "FAILED"
     assert text.startswith("2 of 3 ranks have")
@@ -171,47 +183,68 @@ def test_info_as_json():
     result = mpirun(2, *COMMAND, "info", "--json", UNISONO_STORES="streaming")
     assert json.loads(result.stdout)["stores"] == "streaming on ranks 0 1; not measured"
     result = mpirun(1, *COMMAND, "info", "--json")
-    assert json.loads(result.stdout)["stores"] is None
+    facts = json.loads(result.stdout, parse_constant=pytest.fail)
+    assert facts["stores"] is None
+    assert facts["links"]["shared"]["eager"] is None
 
 
 @pytest.mark.parametrize(
-    "arguments",
+    ("arguments", "named"),
     [
-        ["check", "--limit", "0"],
-        ["check", "--limit", "soon"],
-        ["nothing"],
-        [],
-        ["bench", "allreduced"],
-        ["bench", "--sizes", "8:"],
-        ["bench", "--sizes", "1M:8"],
-        ["bench", "--dtype", "float7"],
-        ["bench", "--peers", "horovod"],
-        ["bench", "--algorithm", "rotation"],
-        ["bench", "broadcast", "--through", "plan"],
-        ["explain", "allreduce", "--bytes", "4M", "--ranks", "2", "--nodes", "3"],
-        ["explain", "allreduce", "--bytes", "-4", "--ranks", "2"],
-        ["explain", "allreduce", "--bytes", "4", "--ranks", "5", "--nodes", "2", "--upto", "9"],
-        ["explain", "allreduce", "--bytes", "4", "--ranks", "4", "--upto", "0"],
-        ["explain", "allreduce", "--bytes", "4", "--ranks", "4", "--plot", "curve.png"],
-        ["explain", "allgatherv", "--bytes", "4", "--ranks", "2"],
-        ["explain", "allreduce", "--bytes", "4", "--ranks", "2", "--tuned", "/no/such/file"],
-        ["tune", "--seconds", "0"],
-        ["tune", "--out"],
+        ("check --limit 0", "--limit"),
+        ("check --limit soon", "--limit"),
+        ("nothing", "command"),
+        ("bench allreduced", "operation"),
+        ("bench --sizes 8:", "--sizes"),
+        ("bench --sizes 1M:8", "--sizes"),
+        ("bench --dtype float7", "--dtype"),
+        ("bench --peers horovod", "--peers"),
+        ("bench --algorithm rotation", "--algorithm"),
+        ("bench --through a", "--through"),
+        ("bench broadcast --through plan", "--through"),
+        ("bench --through call,", "--through"),
+        ("explain allreduce --bytes 4M --ranks 2 --nodes 3", "--nodes <= --ranks"),
+        ("explain allreduce --bytes 4M --ranks 0", "--ranks"),
+        ("explain allreduce --bytes 4M --ranks two", "--ranks"),
+        ("explain allreduce --bytes -4 --ranks 2", "--bytes"),
+        ("explain allreduce --bytes x --ranks 2", "--bytes"),
+        ("explain allreduce --bytes 4,8 --ranks 2", "--bytes"),
+        ("explain allreduce --bytes 4 --ranks 5 --nodes 2 --upto 9", "--upto"),
+        ("explain allreduce --bytes 4 --ranks 4 --upto 0", "--upto"),
+        ("explain allreduce --bytes 4 --ranks 4 --plot curve.png", "--plot"),
+        ("explain allgatherv --bytes 4 --ranks 2", "operation"),
+        ("explain allreduce --bytes 4 --ranks 2 --tuned /no/such/file", "/no/such/file"),
+        ("tune --seconds 0", "--seconds"),
+        ("tune --out", "--out"),
     ],
-    ids=" ".join,
 )
-def test_wrong_arguments_are_refused(arguments, capsys):
+def test_wrong_arguments_are_refused_by_the_names_of_the_command_line(arguments, named, capsys):
     try:
-        status = __main__.main(arguments)
+        status = __main__.main(arguments.split())
     except SystemExit as ended:
         status = ended.code
     assert status == 2
     stderr = capsys.readouterr().err
     said = ("expected", "choose from", "required", "No such file")
     assert any(word in stderr for word in said)
+    assert named in stderr
     assert stderr.count("\n") == 1
-    if not arguments:
-        assert "--help" in stderr
+
+
+@pytest.mark.parametrize(
+    ("main", "arguments"),
+    [
+        (__main__.main, ["simulate", "--clus", "cluster.toml", "--nodes", "2", "--bytes", "8"]),
+        (__main__.main, ["tune", "--sec", "1"]),
+        (strategies_main, ["submit", "train.py", "--elast", "--dry-run"]),
+    ],
+    ids=["simulate", "tune", "submit"],
+)
+def test_abbreviated_options_are_refused(main, arguments, capsys, monkeypatch):
+    monkeypatch.setattr("collectives.tools.tune.run", lambda *options: 0)
+    with pytest.raises(SystemExit):
+        main(arguments)
+    assert "unrecognized arguments: --" in capsys.readouterr().err
 
 
 def test_wrong_arguments_end_the_program():
@@ -221,12 +254,27 @@ def test_wrong_arguments_end_the_program():
     assert "Traceback" not in result.stderr
 
 
-def test_errors_ends_quietly_when_the_reader_of_its_pipe_has_gone():
+@pytest.mark.parametrize("arguments", ["check --limit 0", "bench --through a"])
+def test_ranks_report_a_wrong_argument_once(arguments):
+    result = mpirun(3, *COMMAND, *arguments.split())
+    assert result.status == 2
+    assert result.stderr.count(f"{arguments.split()[1]}") == 1, result.stderr
+
+
+@pytest.mark.parametrize(
+    "arguments",
+    [
+        "collectives errors",
+        "collectives explain allreduce --bytes 4 --ranks 2",
+        "strategies submit Makefile --dry-run",
+    ],
+)
+def test_a_command_ends_quietly_when_the_reader_of_its_pipe_has_gone(arguments):
     reader, writer = os.pipe()
     os.close(reader)
     with open(writer, "wb") as pipe:
-        command = [sys.executable, *COMMAND, "errors"]
-        ended = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, timeout=60)
+        command = [sys.executable, "-m", *arguments.split()]
+        ended = subprocess.run(command, stdout=pipe, stderr=subprocess.PIPE, timeout=60, cwd=ROOT)
     assert (ended.returncode, ended.stderr) == (0, b"")
 
 
@@ -276,7 +324,7 @@ def test_bench_names_its_peer_and_recommends_plans_for_small_arrays(tmp_path):
     name = figures["names"]["native"]
     assert re.fullmatch(r"(Open MPI|MPICH|Intel MPI) \d+\.\d+.*", name)
     heads = next(line for line in result.stdout.splitlines() if "median us" in line)
-    assert f"  x {name}  " in heads
+    assert f"  {name} us  x {name}  " in heads
     rows = result.stdout.splitlines()[4:6]
     assert {len(row) for row in rows} == {len(heads)}
     assert result.stdout.count("faster through a plan") == 1
@@ -302,12 +350,20 @@ def test_the_name_of_an_mpi_library(monkeypatch, said, name):
 
 def test_bench_takes_other_dtypes_and_ways():
     ways = [
-        ["--through", "plan"], ["--through", "shared"], ["--dtype", "bool"],
-        ["--dtype", "bfloat16"], ["--dtype", "int32", "--algorithm", "ring"],
+        ["--through", "plan,shared"], ["--dtype", "bool"], ["--dtype", "bfloat16"],
+        ["--dtype", "int32", "--algorithm", "ring"],
         ["--dtype", "complex64", "--peers", ""],
     ]  # fmt: skip
     result = commands(3, *(["bench", "--sizes", "64,100K", *way] for way in ways))
-    assert len(re.findall(r"^ *100K ", result.stdout, re.M)) == len(ways), result.stdout
+    assert len(re.findall(r"^ *100K ", result.stdout, re.M)) == len(ways) + 1, result.stdout
+    assert re.findall(r"^ *100K +(plan|shared) ", result.stdout, re.M) == ["plan", "shared"]
+
+
+def test_bench_says_that_ranks_wait_for_cores():
+    ranks = (os.cpu_count() or 1) + 1
+    result = mpirun(ranks, *COMMAND, "bench", "--sizes", "8").checked()
+    said = rf"bench: ranks may wait for a core, .*load average .*, {ranks} ranks and {ranks - 1} "
+    assert len(re.findall(said, result.stderr)) == 1, result
 
 
 def test_bench_draws_or_says_what_is_missing(tmp_path):
@@ -323,6 +379,14 @@ def test_bench_draws_or_says_what_is_missing(tmp_path):
     result = mpirun(2, without)
     assert result.status == 1
     assert result.stderr.count("a plot needs matplotlib") == 1
+
+
+def test_bench_on_one_rank_measures_and_says_what_the_figures_mean():
+    result = run([sys.executable, *COMMAND, "bench", "--sizes", "8"], timeout=60)
+    assert result.status == 0, result.stderr
+    lines = result.stdout.splitlines()
+    assert lines[1].startswith("1 rank, 1 node; ")
+    assert lines[-1].startswith("one rank sends nothing, so busbw is 0")
 
 
 def test_bandwidth_factors_are_those_of_nccl_tests():
@@ -368,6 +432,24 @@ def test_explain_needs_no_mpi():
     )
     row = next(x for x in faster.stdout.splitlines() if x.startswith("hierarchical"))
     assert float(row.split()[1]) < times[0] / 10
+
+
+def test_explain_as_json(capsys):
+    question = ["explain", "allreduce", "--bytes", "4K", "--ranks", "6", "--nodes", "3"]
+    question += ["--tuned", "off"]
+    assert __main__.main([*question, "--upto", "4"]) == 0
+    table = {line.split()[0]: line.split() for line in capsys.readouterr().out.splitlines() if line}
+    assert __main__.main([*question, "--upto", "4", "--json"]) == 0
+    facts = json.loads(capsys.readouterr().out, parse_constant=pytest.fail)
+    known = facts["operation"], facts["bytes"], facts["ranks"], facts["nodes"]
+    assert known == ("allreduce", 4096, 6, 3)
+    for name, seconds in facts["seconds"].items():
+        assert f"{1e3 * seconds:.4f}" == table[name][1]
+    assert facts["auto"]["algorithm"] == "together"
+    assert f"{1e3 * facts['auto']['seconds']:.4f}" == table["together"][1]
+    assert facts["links"]["network"]["alpha"] == DEFAULT.network.alpha
+    assert [point["ranks"] for point in facts["curve"]] == [2, 4, 8]
+    assert set(facts["curve"][0]) == {"nodes", "ranks", "auto", "seconds"}
 
 
 def example(command):
@@ -442,8 +524,8 @@ def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
     node, network = LinkCost(5e-5, 1e-9, 1e-11), LinkCost(1e-3, 1e-9, 1e-11)
     machine = Machine(
         DEFAULT.shared,
-        node._replace(letter=DEFAULT.node.letter),
-        network._replace(letter=DEFAULT.network.letter),
+        node._replace(eager=DEFAULT.node.eager),
+        network._replace(eager=DEFAULT.network.eager),
     )
     assert f"0 {machine} " in answers[0]
     command = [*COMMAND, "explain", "allreduce", "--bytes", "1M", "--ranks", "2", "--nodes", "2"]
@@ -457,7 +539,7 @@ def test_explain_and_auto_go_by_the_same_links_from_the_same_places(tmp_path):
     assert auto == expected
     facts = mpirun(1, *COMMAND, "info", "--json", **where)
     link = json.loads(facts.stdout)["links"]["network"]
-    assert link == {**machine.network._asdict(), "from": str(file)}
+    assert link == {**machine.network._asdict(), "program": None, "from": str(file)}
 
 
 def test_a_damaged_file_stops_every_rank_at_init(tmp_path):
@@ -542,14 +624,19 @@ sys.exit(__main__.main(["tune", "--seconds", "0.5", "--out", sys.argv[2]]))
 """
 
 
-@pytest.mark.parametrize("fault", ["raises", "stops"])
-def test_tune_ends_when_a_rank_fails_or_stops(fault, tmp_path):
+@pytest.mark.parametrize(
+    ("fault", "limit", "reason"),
+    [
+        ("raises", "60", "not well"),
+        ("stops", "5", "tune: no answer within 5 s, still waiting for"),
+    ],
+)
+def test_tune_ends_when_a_rank_fails_or_stops(fault, limit, reason, tmp_path):
     program = tmp_path / "stuck.py"
     program.write_text(STUCK)
     file = tmp_path / "cluster.json"
-    result = mpirun(2, program, fault, file, timeout=100, UNISONO_TIMEOUT="12")
+    result = mpirun(2, program, fault, file, timeout=100, UNISONO_TIMEOUT=limit)
     assert result.status != 0
-    reason = "not well" if fault == "raises" else "tune: no answer within 12 s, still waiting for"
     assert reason in result.stderr
     assert not file.exists()
 
@@ -570,3 +657,46 @@ def test_importing_the_package_imports_no_command():
         "tune",
     ]
     assert not loaded & {f"collectives.{name}" for name in commands}
+
+
+@pytest.mark.parametrize("package", ["collectives", "strategies"])
+def test_a_package_without_a_command_lists_its_commands(package):
+    result = run([sys.executable, "-m", package], timeout=60)
+    assert (result.status, result.stderr) == (2, "")
+    commands = {"collectives": ["info", "check", "bench"], "strategies": ["checkpoint", "demo"]}
+    for command in commands[package]:
+        assert re.search(rf"^ +{command} +\w", result.stdout, re.M), result.stdout
+    result = run([sys.executable, "-m", package, "--version"], timeout=60)
+    assert (result.status, result.stdout) == (0, f"unisono {cc.__version__}\n")
+
+
+def test_the_demo_refuses_zero_ranks():
+    result = run([sys.executable, "-m", "strategies", "demo", "--ranks", "0"], timeout=60)
+    assert result.status == 2
+    assert "argument --ranks: expected an integer >= 1, got '0'" in result.stderr
+    assert result.stderr.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    ("command", "words"),
+    [
+        *((f"collectives {name}", []) for name in ("info", "tune", "timeline", "errors")),
+        ("collectives check", [*selection.ALGORITHMS]),
+        ("collectives bench", bench.OPERATIONS),
+        ("collectives explain", [*selection.ALGORITHMS]),
+        ("collectives simulate", [*selection.ALGORITHMS]),
+        ("strategies demo", ["digits"]),
+        ("strategies submit", ["Slurm", "sbatch"]),
+        ("strategies checkpoint", ["show", "verify", "diff"]),
+        ("strategies checkpoint show", ["manifests"]),
+    ],
+)
+def test_the_help_of_a_command_has_a_sentence_and_the_operations(command, words, capsys):
+    package, *arguments = command.split()
+    main = {"collectives": __main__.main, "strategies": strategies_main}[package]
+    with pytest.raises(SystemExit):
+        main([*arguments, "--help"])
+    printed = capsys.readouterr().out
+    sentence = printed.split("\n\n")[1]
+    assert re.match(r"[A-Z].*\.$", sentence, re.DOTALL), printed
+    assert all(re.search(rf"\b{word}\b", printed) for word in words)

@@ -28,9 +28,7 @@ class Library(NamedTuple):
 
     def says(self, *command):
         """What a command of ours prints where it loads this library."""
-        result = self.start("-m", "collectives", *command, **self.found_by)
-        assert result.status == 0, result
-        return result.stdout
+        return self.start("-m", "collectives", *command, **self.found_by).checked().stdout
 
 
 @pytest.fixture(params=NAMES)

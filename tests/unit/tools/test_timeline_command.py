@@ -49,7 +49,7 @@ def write(directory, *files, **options):
         file.write(directory, **options)
 
 
-def test_the_last_to_enter_a_call_keeps_the_others_waiting(tmp_path):
+def test_the_last_to_enter_a_call_keeps_the_others_waiting(tmp_path, capsys):
     files = [File(rank, 3) for rank in range(3)]
     for file, late in zip(files, (0.0, 2.0, 0.5), strict=True):
         file.clock(0, 0)
@@ -72,10 +72,22 @@ def test_the_last_to_enter_a_call_keeps_the_others_waiting(tmp_path):
 
     text = report(ranks)
     assert "3 ranks on 1 node, 3.000 s" in text
-    assert "for rank 1: 3.500 s in 1 calls: rank 0 2.000 s, rank 2 1.500 s" in text
+    assert "for rank 1: 3.500 s in 1 call: rank 0 2.000 s, rank 2 1.500 s" in text
     assert "longest 2.000 s, for allreduce at train.py:7, while it was in 'forward'" in text
     (line,) = (line for line in text.splitlines() if line.startswith("rank 1 "))
     assert line.split() == ["rank", "1", "2", "0.100", "0.000", "0.000", "0.000", "0.001"]
+
+    capsys.readouterr()
+    assert main(["timeline", str(tmp_path), "--json"]) == 0
+    told = json.loads(capsys.readouterr().out)
+    assert (told["nodes"], told["seconds"]) == (1, pytest.approx(3.0, abs=1e-4))
+    assert told["ranks"]["1"]["calls"] == 2
+    assert told["ranks"]["1"]["in_calls"] == pytest.approx(0.1, abs=1e-4)
+    assert [one["rank"] for one in told["late"]] == [1, 2]
+    assert told["late"][0]["waited"] == pytest.approx({"0": 2.0, "2": 1.5})
+    longest = {"seconds": 2.0, "call": "allreduce", "at": "train.py:7", "span": "forward"}
+    assert told["late"][0]["longest"] == longest
+    assert (told["remarks"], told["file"]) == ([], str(tmp_path / "timeline.json"))
 
 
 def test_a_rank_that_leaves_by_an_error_waited_no_longer_than_it_was_there(tmp_path):
@@ -180,11 +192,36 @@ def test_files_of_other_jobs_and_missing_ones_are_named(tmp_path, capsys):
     assert main(["timeline", str(tmp_path), "--out", str(tmp_path / "all.json")]) == 0
     text = capsys.readouterr().out
     assert "1 rank on 1 node" in text
-    assert "nobody waited for anybody" in text
+    assert "no rank waited for another" in text
     assert "left out, as of another job: rank 0" in text
     assert "no files of rank 0, rank 2" in text
     assert "12 lines left out by rank 1" in text
     assert str(tmp_path / "all.json") in text
+
+
+@pytest.mark.parametrize("rate", [0, 1e-3])
+@pytest.mark.parametrize("cut", [0, 1])
+def test_ranks_without_a_complete_event_are_merged(tmp_path, capsys, cut, rate):
+    files = [File(rank, 3, node=rank) for rank in range(3)]
+    for file in files:
+        file.clock(0, 0)
+        file.clock(10, 10 * rate * file.rank)
+    files[0].call("barrier", 1, 5, 6)
+    for file in files[cut:2]:
+        file.add(ph="B", tid=0, cat="call", name="barrier", ts=7, args={})
+    write(tmp_path, *files[cut:])
+    assert main(["timeline", str(tmp_path), "--out", str(tmp_path / "all.json")]) == 0
+    assert ", 0.000 s" in capsys.readouterr().out
+    events = json.loads((tmp_path / "all.json").read_text())
+    assert min(event["ts"] for event in events if "ts" in event) == 0
+
+
+def test_files_without_any_event_are_an_error(tmp_path, capsys):
+    for file in (File(0, 2), File(1, 2)):
+        file.clock(0, 0)
+        file.write(tmp_path)
+    assert main(["timeline", str(tmp_path)]) == 1
+    assert "timeline: no event in the files rank-N.json in" in capsys.readouterr().err
 
 
 def test_a_picture_is_drawn(tmp_path):

@@ -54,9 +54,9 @@ def test_every_link_that_there_is_gets_measured_alike_on_all_ranks(leaders):
     assert all(other == found[0] for other in found)
     assert all(0 < number < 1 for link in found[0].values() for number in link[:3])
     by_messages = {name: link for name, link in found[0].items() if name != "shared"}
-    assert all(0 < n < 1 for link in by_messages.values() for n in (link.letter, link.program))
+    assert all(0 < n < 1 for link in by_messages.values() for n in (link.eager, link.program))
     assert all(0 <= link.call < 1 for link in by_messages.values())
-    assert all(link.letter > 1 for name, link in found[0].items() if name == "shared")
+    assert all(link.eager > 1 for name, link in found[0].items() if name == "shared")
 
 
 def test_without_shared_memory_its_link_is_left_out():
