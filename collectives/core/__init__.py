@@ -1,1 +1,1 @@
-"""Shared by all folders: errors, settings, link costs and schedules, without arrays or MPI."""
+"""Foundations of all packages: errors, settings, link costs and schedules; no arrays, no MPI."""

@@ -1,15 +1,15 @@
 """Exceptions of `collectives`, one class for each reaction of the caller.
 
-Wrong use of one call (a negative root, an array of strings) is a plain `ValueError` or `TypeError`,
-raised before any message. Everything here concerns several ranks.
+Wrong use of a single call (a negative root, an array of strings) is a plain `ValueError` or
+`TypeError`, raised before any message. The classes here concern several ranks.
 
-Where ranks agree on an error, each of them raises it, and each would show the same traceback. They
-take turns instead: the rank whose turn is first shows it at once and ends the job; the next one
-waits a moment, and all others two. Whoever is still there after its wait shows it, too: those
-before it have caught the error, or are slow. Nobody asks anybody, so nobody can wait for ever.
+If ranks agree on an error, each of them raises it, and each would print the same traceback. So they
+take turns. The first rank prints it at once and ends the job. The next rank waits one turn, and all
+other ranks two. A rank that still runs after its wait also prints the traceback, because the ranks
+before it have caught the error or are slow. The turns need no messages, so no rank can hang.
 
-Only what is the same everywhere is held back: an error that was raised while another one of this
-rank alone was handled is shown at once.
+Only an error that is equal on all ranks waits: an error raised while this rank handled another
+error of its own is printed at once.
 """
 
 from __future__ import annotations
@@ -26,29 +26,34 @@ __all__ = [
     "MismatchError",
     "PeerFailure",
     "await_turn",
+    "counted",
     "in_turn",
+    "is_library_error",
     "page",
     "some",
 ]
 
-# Seconds between two turns: more than a launcher takes to end the processes of a job.
+# Seconds per turn: longer than a launcher takes to end the processes of a job.
 _TURN = 1.0
 
 _LAST_TURN = 2
+
+# Modules whose classes are the errors of both packages.
+_MODULES = ("collectives.core.errors", "strategies.errors")
 
 E = TypeVar("E", bound=BaseException)
 
 
 class CollectiveError(RuntimeError):
-    """An operation among several ranks could not be completed."""
+    """An operation among several ranks failed."""
 
 
 class MismatchError(CollectiveError):
-    """The ranks did not mean the same call; the communicator stays usable.
+    """The ranks made different calls; the communicator stays usable.
 
     Attributes:
-        operations: the names of what the ranks called, as far as they are known; the same on all.
-        fields: in which facts of these calls they differ, such as "dtype"; the same on all.
+        operations: names of the calls, as far as known; the same on all ranks.
+        fields: arguments in which the calls differ, such as "dtype"; the same on all ranks.
     """
 
     operations: frozenset[str] = frozenset()
@@ -56,15 +61,15 @@ class MismatchError(CollectiveError):
 
 
 class CollectiveTimeout(CollectiveError, TimeoutError):
-    """Some rank did not answer within the limit; the communicator is not usable any more."""
+    """A rank did not answer within the limit; the communicator is no longer usable."""
 
 
 class PeerFailure(CollectiveError):
-    """A rank is dead or has ended its program; the communicator is not usable any more."""
+    """A rank is dead or has ended its program; the communicator is no longer usable."""
 
 
 class LaunchError(CollectiveError):
-    """The processes were started in a way that cannot become one world."""
+    """The processes were started in a way that does not form one world."""
 
 
 def some(texts: Sequence[str], most: int = 8) -> str:
@@ -78,28 +83,52 @@ def some(texts: Sequence[str], most: int = 8) -> str:
     return ", ".join(texts[:most]) + more
 
 
-def page(error: BaseException) -> str | None:
-    """Return the command that says what an error means and what to do; None if it is not ours.
+def counted(number: int, noun: str) -> str:
+    """Return a number with its noun, as errors and reports do.
 
-    Ours are the kinds of this module and of `strategies.errors`, and a `ValueError` or `TypeError`
-    that a line of these packages has raised.
+    Example:
+        >>> counted(1, "node"), counted(2, "node")
+        ('1 node', '2 nodes')
+    """
+    return f"{number} {noun}{'s' * (number != 1)}"
+
+
+def page(error: BaseException) -> str | None:
+    """Return the command that explains an error; None if these packages did not raise it.
+
+    They raise the classes of this module and of `strategies.errors`, and `ValueError` or
+    `TypeError` from their own lines.
 
     Example:
         >>> page(MismatchError("ranks disagree"))
         'python -m collectives errors MismatchError'
     """
+    # The classes of the error, nearest first, because programs may derive from these errors.
     for kind in type(error).__mro__:
+        # Only the class itself: a subclass of ValueError in a program is not an error of ours.
         wrong_use = (
             kind in (ValueError, TypeError) and kind is type(error) and _is_raised_here(error)
         )
-        if wrong_use or kind.__module__ in ("collectives.core.errors", "strategies.errors"):
+        if wrong_use or kind.__module__ in _MODULES:
             return f"python -m collectives errors {kind.__name__}"
     return None
 
 
+def is_library_error(error: BaseException) -> bool:
+    """Return whether an error is of a class of these packages, and not a bug of theirs.
+
+    Example:
+        >>> is_library_error(PeerFailure("rank 1 died")), is_library_error(ValueError("no root"))
+        (True, False)
+    """
+    kinds = [kind.__name__ for kind in type(error).__mro__ if kind.__module__ in _MODULES]
+    return bool(kinds) and "InternalError" not in kinds
+
+
 def _is_raised_here(error: BaseException) -> bool:
-    """Tell whether the line that raised an error is one of these packages."""
+    """Return whether a line of these packages raised an error."""
     trace = error.__traceback__
+    # The innermost frame is the line that raised.
     while trace is not None and trace.tb_next is not None:
         trace = trace.tb_next
     name = "" if trace is None else trace.tb_frame.f_globals.get("__name__", "")
@@ -107,36 +136,39 @@ def _is_raised_here(error: BaseException) -> bool:
 
 
 def in_turn(error: E, turn: int) -> E:
-    """Note that all ranks of a group raise this error; returns it.
+    """Mark an error as raised by all ranks of a group, and return it.
 
     Args:
-        error: about to be raised.
-        turn: how many ranks of the group come before this one.
+        error: the error, about to be raised.
+        turn: number of ranks of the group that print before this one.
     """
     error._turn = turn  # type: ignore[attr-defined]
     return error
 
 
 def await_turn(error: BaseException | None) -> float:
-    """Wait until it is this rank's turn to show an error that nobody has caught.
+    """Wait for this rank's turn to print an uncaught error.
 
     Returns:
-        In how many seconds it is the last rank's turn; 0 if the error is this rank's own.
+        seconds until the last rank's turn; 0 if the error is this rank's own.
     """
     turn = _turn(error)
     if turn is None:
         return 0.0
-    with contextlib.suppress(BaseException):  # of a signal handler: what it interrupts is shown
+    with contextlib.suppress(BaseException):  # a signal handler that raises must not hide the error
         time.sleep(_TURN * min(turn, _LAST_TURN))
     return _TURN * (_LAST_TURN - min(turn, _LAST_TURN))
 
 
 def _turn(error: BaseException | None) -> int | None:
-    """Return the turn of an error; None where it, or what led to it, is this rank's alone."""
+    """Return the turn of an error; None if the error or its cause is this rank's alone."""
     turn = getattr(error, "_turn", None)
+    # A cause of this rank's own explains the error, so the traceback differs from that of other
+    # ranks.
     while error is not None:
         if not hasattr(error, "_turn"):
             return None
+        # `raise ... from None` hides the context.
         hidden = error.__cause__ is None and error.__suppress_context__
         error = None if hidden else error.__cause__ or error.__context__
     return turn

@@ -1,10 +1,11 @@
 """Measured link costs: alpha (latency), beta (per byte sent) and gamma (per byte combined).
 
-The numbers come from three places, of which the first that has one counts:
+For each number, the first of three sources counts:
 
-1. a setting, `UNISONO_NODE_LINK` or `UNISONO_NETWORK_LINK`, such as "alpha=2us,beta=8GB/s"; 2. the
-file that `python -m collectives tune` wrote on this cluster (`collectives.core.tuning_file`); 3.
-the defaults below.
+1. a setting, `UNISONO_NODE_LINK` or `UNISONO_NETWORK_LINK`, such as "alpha=2us,beta=8GB/s";
+2. the file that `python -m collectives tune` wrote on this cluster
+   (`collectives.core.tuning_file`);
+3. the defaults below.
 """
 
 from __future__ import annotations
@@ -12,7 +13,7 @@ from __future__ import annotations
 import math
 import re
 from collections.abc import Callable, Mapping
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 __all__ = [
     "DEFAULT",
@@ -20,6 +21,7 @@ __all__ = [
     "MeasuredMachine",
     "Machine",
     "defaults",
+    "facts",
     "with_overrides",
     "parse",
     "seconds",
@@ -29,18 +31,18 @@ __all__ = [
 
 
 class LinkCost(NamedTuple):
-    """What one way of moving bytes costs."""
+    """Cost of one way of moving bytes."""
 
     alpha: float  # seconds per message
     beta: float  # seconds per byte moved
-    gamma: float  # seconds per byte combined with another, of bytes that came this way
-    letter: float = math.inf  # seconds per small message of compiled code; at most alpha
-    program: float = math.inf  # of alpha, what each of a message's two programs takes; at most half
-    call: float = 0.0  # seconds of Python before the messages of a call, whatever its size
+    gamma: float  # seconds per byte combined with another, for bytes that arrived this way
+    eager: float = math.inf  # seconds per small message of compiled code; at most alpha
+    program: float = math.inf  # part of alpha spent in each of the two programs; at most half
+    call: float = 0.0  # seconds of Python before the messages of a call, for any size
 
     def compiled(self) -> LinkCost:
-        """Return what messages of compiled code cost (`algorithms.eager`)."""
-        return self._replace(alpha=min(self.alpha, self.letter))
+        """Return the cost of messages from compiled code (`algorithms.eager`)."""
+        return self._replace(alpha=min(self.alpha, self.eager))
 
 
 class Machine(NamedTuple):
@@ -48,18 +50,19 @@ class Machine(NamedTuple):
 
     shared: LinkCost  # the node engine
     node: LinkCost  # messages between ranks of a node
-    network: LinkCost  # messages between nodes; beta is that of a node's link, in either direction
+    network: LinkCost  # messages between nodes; beta is for a node's link, in either direction
 
     @property
     def inside(self) -> float:
         """Seconds that a message inside a node costs each of its two programs."""
+        # At most half of alpha: both programs take part in it.
         return min(self.node.program, self.node.alpha / 2)
 
     @property
     def between(self) -> float:
-        """Seconds that a message between nodes costs each program; the rest is the way.
+        """Seconds that a message between nodes costs each of its two programs.
 
-        Where nobody has measured it, what a message inside a node costs.
+        The rest of alpha is latency. If not measured, the cost of a message inside a node.
         """
         if self.network.program < math.inf:
             return min(self.network.program, self.network.alpha / 2)
@@ -67,7 +70,7 @@ class Machine(NamedTuple):
 
 
 class MeasuredMachine(NamedTuple):
-    """The links and where each of them comes from, in words."""
+    """The links, and a text about the source of each."""
 
     machine: Machine
     sources: tuple[str, str, str]  # in the order of `Machine`
@@ -77,13 +80,13 @@ class MeasuredMachine(NamedTuple):
 # ranks takes 0.32 us for 8 bytes, 3.3 us for 64 KiB, 0.95 ms for 16 MiB. `node`: a step of a ring
 # of two ranks takes 8.2 us for 4 KiB, 0.23 to 0.48 ms for 4 MiB. gamma: numpy.add of float32 in
 # place, 16 MiB in 0.56 ms. `network`: a link shaped to 1 Gbit/s between network namespaces, 4 MiB
-# in 35.5 ms; 8 bytes take 16 us between two, 0.3 ms where four machines share the two cores, and
-# the number here lies between. A faster network needs figures of its own. `letter`: on two cores of
-# an Intel Xeon.
+# in 35.5 ms; 8 bytes take 16 us between two machines, and 0.3 ms if four share the two cores; the
+# number here is in between. A faster network needs its own figures. `eager`: on two cores of an
+# Intel Xeon.
 DEFAULT = Machine(
     shared=LinkCost(alpha=3.2e-7, beta=2.3e-11, gamma=2.3e-11),
-    node=LinkCost(alpha=8.2e-6, beta=8e-11, gamma=3.3e-11, letter=2e-6),
-    network=LinkCost(alpha=7e-5, beta=8.5e-9, gamma=3.3e-11, letter=1.4e-5),
+    node=LinkCost(alpha=8.2e-6, beta=8e-11, gamma=3.3e-11, eager=2e-6),
+    network=LinkCost(alpha=7e-5, beta=8.5e-9, gamma=3.3e-11, eager=1.4e-5),
 )
 
 _SECONDS = {"": 1.0, "s": 1.0, "ms": 1e-3, "us": 1e-6, "µs": 1e-6, "ns": 1e-9, "ps": 1e-12}
@@ -92,26 +95,27 @@ _BINARY = {"K": 1024.0, "M": 1024.0**2, "G": 1024.0**3, "T": 1024.0**4}
 
 
 def seconds(text: str) -> float:
-    """Read a time, with or without a unit.
+    """Parse a time, with or without a unit.
 
     Raises:
-        ValueError: it is not a time, or not above zero.
+        ValueError: the text is not a time above zero.
 
     Example:
         >>> seconds("2us"), seconds("0.5 ms"), seconds("1e-6")
         (2e-06, 0.0005, 1e-06)
     """
     number, unit = _split_unit(text)
+    # Infinite and zero costs would make the model useless.
     if unit not in _SECONDS or not 0 < number < math.inf:
         raise ValueError(f"not a time, expected one above 0 as 2us, 0.1ms or 2e-6, got {text!r}")
     return _times(number, _SECONDS[unit])
 
 
 def seconds_per_byte(text: str) -> float:
-    """Read what a byte costs: a rate, or a time.
+    """Parse the cost of a byte: a rate, or a time.
 
     Raises:
-        ValueError: it is neither, or not above zero.
+        ValueError: the text is neither, or not above zero.
 
     Example:
         >>> seconds_per_byte("8GB/s"), seconds_per_byte("1Gbit/s"), seconds_per_byte("0.1ns/B")
@@ -122,6 +126,7 @@ def seconds_per_byte(text: str) -> float:
         if rate := re.fullmatch("([kKMGT]?)(i?)(B|bit)/s", unit):
             prefix, binary, of = rate.groups()
             if prefix or not binary:
+                # A binary prefix needs a letter: "iB/s" is not a unit.
                 factor = (_BINARY if binary else _PREFIXES)[prefix.upper()]
                 return (1 if of == "B" else 8) / (number * factor)
         if unit.removesuffix("/B") in _SECONDS:
@@ -133,7 +138,7 @@ def seconds_per_byte(text: str) -> float:
 
 
 def _split_unit(text: str) -> tuple[float, str]:
-    """Cut "8GB/s" into its number and its unit; not a number where there is none."""
+    """Split "8GB/s" into its number and its unit; NaN if there is no number."""
     match = re.fullmatch(r"([0-9.]+(?:[eE][+-]?[0-9]+)?)\s*(\D*)", text.strip())
     try:
         return (float(match[1]), match[2].strip()) if match else (math.nan, "")
@@ -142,7 +147,7 @@ def _split_unit(text: str) -> tuple[float, str]:
 
 
 def _times(number: float, unit: float) -> float:
-    """Multiply so that "2us" is the number that people would write: 2e-06."""
+    """Multiply, rounded so that "2us" becomes 2e-06."""
     return float(f"{number * unit:.12g}")
 
 
@@ -150,24 +155,25 @@ _READERS: dict[str, Callable[[str], float]] = {
     "alpha": seconds,
     "beta": seconds_per_byte,
     "gamma": seconds_per_byte,
-    "letter": seconds,
+    "eager": seconds,
     "program": seconds,
     "call": seconds,
 }
-_MESSAGES = ("alpha", "beta", "gamma")  # what it takes to say all of a link
+# Other numbers refine a link, and leave the source of the three.
+_MESSAGES = ("alpha", "beta", "gamma")  # a setting with these replaces the whole link
 
 
 def parse(text: str) -> dict[str, float]:
-    """Read what a setting says about a link.
+    """Parse the value of a link setting.
 
     Args:
-        text: some of alpha, beta, gamma, letter, program and call, as "alpha=2us,beta=8GB/s".
+        text: some of alpha, beta, gamma, eager, program and call, as "alpha=2us,beta=8GB/s".
 
     Returns:
         Name -> seconds, or seconds per byte.
 
     Raises:
-        ValueError: it cannot be understood.
+        ValueError: the text is invalid.
 
     Example:
         >>> parse("alpha=2us, beta=100Gbit/s")
@@ -196,18 +202,20 @@ def defaults() -> MeasuredMachine:
 def with_overrides(
     links: MeasuredMachine, changes: Mapping[str, Mapping[str, float]], source: str
 ) -> MeasuredMachine:
-    """Put other numbers in place of some.
+    """Return links with some numbers replaced.
 
     Args:
-        links: what held so far.
+        links: the links.
         changes: name of a link -> name of a number -> its value.
-        source: where these come from; "{}" in it stands for the name of the link in capitals.
+        source: source of the changes, as text; "{}" is replaced by the link's name in capitals.
     """
     machine = links.machine._asdict()
     sources = dict(zip(Machine._fields, links.sources, strict=True))
+    # Without numbers the source of the link stays.
     for name, numbers in changes.items():
         if not numbers:
             continue
+        # Fewer numbers leave the rest to the earlier source, which the text then names.
         whole = numbers.keys() >= set(_MESSAGES)
         own = source.replace("{}", name.upper())
         sources[name] = own if whole else f"{own} ({' '.join(numbers)}), else {sources[name]}"
@@ -217,14 +225,27 @@ def with_overrides(
     )
 
 
+def facts(links: MeasuredMachine) -> dict[str, dict[str, Any]]:
+    """Return the costs of each link in seconds, None where a link has none, and their sources."""
+
+    def finite(link: LinkCost) -> dict[str, float | None]:
+        return {name: x if math.isfinite(x) else None for name, x in link._asdict().items()}
+
+    return {
+        name: {**finite(link), "from": source}
+        for (name, link), source in zip(links.machine._asdict().items(), links.sources, strict=True)
+    }
+
+
 def table(links: MeasuredMachine) -> str:
-    """Lay the links out for people, with where they come from."""
+    """Return the links and their sources as a table for people."""
     rows = [
-        f"{'link':<10}{'us/message':>12}{'us/letter':>12}{'ns/byte':>12}"
+        f"{'link':<10}{'us/message':>12}{'us/eager':>12}{'ns/byte':>12}"
         f"{'ns/byte reduced':>18}  from"
     ]
     for (name, link), source in zip(links.machine._asdict().items(), links.sources, strict=True):
-        letter = "-" if name == "shared" else f"{1e6 * link.compiled().alpha:.2f}"
-        numbers = f"{1e6 * link.alpha:12.2f}{letter:>12}{1e9 * link.beta:12.4f}"
+        # The node engine sends no messages of compiled code.
+        eager = "-" if name == "shared" else f"{1e6 * link.compiled().alpha:.2f}"
+        numbers = f"{1e6 * link.alpha:12.2f}{eager:>12}{1e9 * link.beta:12.4f}"
         rows.append(f"{name:<10}{numbers}{1e9 * link.gamma:18.4f}  {source}")
     return "\n".join(rows)

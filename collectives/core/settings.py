@@ -1,6 +1,6 @@
 """Environment variables of Unisono; `docs/settings.md` lists values and defaults.
 
-`init` warns of a variable that begins with `UNISONO_` and is none of those: most likely a slip.
+`init` warns of unknown variables that begin with `UNISONO_`, which are most likely typos.
 """
 
 from __future__ import annotations
@@ -23,6 +23,7 @@ __all__ = [
     "Nccl",
     "Settings",
     "Stores",
+    "Traceback",
     "equal_values",
     "from_environment",
     "unknown_variables",
@@ -32,18 +33,19 @@ Check = Literal["off", "sample", "always"]
 CudaAware = Literal["auto", "on", "off"]
 Nccl = Literal["on", "off"]
 Stores = Literal["auto", "plain", "streaming"]
+Traceback = Literal["short", "full"]
 
-# Of slurm/train.sbatch, which the processes that it starts inherit, of `init` for children of a
-# rank (`collectives.launch.launcher`), and of the tests.
+# Variables of slurm/train.sbatch, which its processes inherit; of `init`, for children of a rank
+# (`collectives.launch.launcher`); of `setup.py`; and of the tests.
 _OTHERS = (
     "UNISONO_CHECKOUT", "UNISONO_CHILD_OF", "UNISONO_MPIRUN_OPTIONS", "UNISONO_PROGRAM",
-    "UNISONO_REQUIRE", "UNISONO_TEST_WORLD", "UNISONO_VENV",
+    "UNISONO_REQUIRE", "UNISONO_TEST_WORLD", "UNISONO_VENV", "UNISONO_WHEEL",
 )  # fmt: skip
 
 
 @dataclass(frozen=True)
 class Settings:
-    """What the user chose through the environment; times are in seconds."""
+    """Settings from the environment; times are in seconds."""
 
     # Ten minutes: the first step of a real job waits for the slowest rank to compile its model
     # and to fill its input queues, which takes minutes on a busy file system.
@@ -55,35 +57,38 @@ class Settings:
     recorder_dir: str | None = None
     timeline: str | None = None
     abort_on_exception: bool = True
+    traceback: Traceback = "short"
     mpi_settings: bool = True
     tuned: str | None = None  # a file, "off", or None for the usual place
     node_link: Mapping[str, float] = field(default_factory=dict)  # as `links.parse` returns it
     network_link: Mapping[str, float] = field(default_factory=dict)
-    wait_limit: float | None = None  # of queues and variables, where a call names none
-    # Functions may wait, also for one another: the number only bounds what others can start here.
+    wait_limit: float | None = None  # of queues and variables, for calls without a limit
+    # Called functions may wait for one another, so this only bounds how many remote calls can
+    # start.
     call_threads: int = 32
-    # An update reads and writes memory, and lets other threads run meanwhile: four of them keep the
-    # memory of a processor busy, and more than there are cores would only take turns.
+    # An update reads and writes memory, and releases the GIL: four of them saturate the memory of a
+    # processor, and more threads than cores would only take turns.
     update_threads: int = field(default_factory=lambda: min(4, len(os.sched_getaffinity(0))))
-    # What follows from the last three, and "on" or "off" for the device memory that MPI takes: the
-    # same on all ranks, as `calls.shared_settings` has found them.
+    # Results of `calls.shared_settings`, equal on all ranks: the links, and "on" or "off" for
+    # device memory in MPI calls.
     links: links.MeasuredMachine = field(default_factory=links.defaults)
     cuda_aware: CudaAware = "auto"
-    # Not by itself: it has not been measured here on GPUs.
+    # Off by default, because it was not measured on GPUs.
     nccl: Nccl = "off"
 
 
 def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
-    """Read the settings.
+    """Return the settings of an environment.
 
     Args:
-        environ: the variables to read, `os.environ` if None.
+        environ: the variables; None for `os.environ`.
 
     Raises:
-        ValueError: a variable has a value that cannot be used; the message names it.
+        ValueError: a variable has an invalid value; names the variable.
     """
     env = os.environ if environ is None else environ
     chosen: dict[str, Any] = {}
+    # Empty variables count as unset, as `export UNISONO_TIMEOUT=` is meant.
     for variable, (setting, read) in _READERS.items():
         if text := env.get(variable, "").strip():
             try:
@@ -94,7 +99,7 @@ def from_environment(environ: Mapping[str, str] | None = None) -> Settings:
 
 
 def equal_values(own: Settings, environ: Mapping[str, str]) -> dict[str, str]:
-    """Return the values of the variables in `EQUAL`, as the user writes them."""
+    """Return the values of the variables in `EQUAL`, as a user writes them."""
     values = {}
     for variable in EQUAL:
         if variable in _READERS:
@@ -106,8 +111,9 @@ def equal_values(own: Settings, environ: Mapping[str, str]) -> dict[str, str]:
 
 
 def unknown_variables(environ: Mapping[str, str]) -> list[str]:
-    """Return a sentence about every variable that is called as ours are and that nothing reads."""
+    """Return a sentence about every variable that begins with UNISONO_ and that nothing reads."""
     unknown = sorted(
+        # Sorted, so that all ranks warn in the same order.
         name
         for name in environ
         if name.startswith("UNISONO_") and name not in (*VARIABLES, *_OTHERS)
@@ -116,8 +122,8 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def _suggestion(name: str) -> str:
-    """Return the variables that may have been meant."""
-    # What all have in common would make all of them similar.
+    """Return the most similar variable, or all variables."""
+    # Without the common prefix, which would make all of them similar.
     short = {known.removeprefix("UNISONO_"): known for known in VARIABLES}
     near = difflib.get_close_matches(name.removeprefix("UNISONO_").upper(), short, n=1)
     return short[near[0]] if near else f"one of {' '.join(VARIABLES)}"
@@ -128,12 +134,14 @@ def _seconds(text: str) -> float:
         value = float(text)
     except ValueError:
         value = math.nan
+    # Also false for NaN.
     if not value > 0:
         raise ValueError(f"is not a time, expected seconds > 0, got {text!r}")
     return value
 
 
 def _count(text: str) -> int:
+    # `isdecimal` alone accepts digits of other scripts.
     if not (text.isascii() and text.isdecimal()) or not int(text):
         raise ValueError(f"is not a number of threads, expected an integer > 0, got {text!r}")
     return int(text)
@@ -158,7 +166,7 @@ def _one_of(words: Sequence[str], text: str) -> str:
     return text
 
 
-# Variable -> the setting that it makes, and what reads its text.
+# Variable -> (setting, function that parses its text).
 _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "UNISONO_TIMEOUT": ("timeout", _seconds),
     "UNISONO_STALL_WARNING": ("stall_warning", _seconds),
@@ -168,6 +176,7 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "UNISONO_RECORDER_DIR": ("recorder_dir", str),
     "UNISONO_TIMELINE": ("timeline", str),
     "UNISONO_ABORT_ON_EXCEPTION": ("abort_on_exception", _switch),
+    "UNISONO_TRACEBACK": ("traceback", partial(_one_of, get_args(Traceback))),
     "UNISONO_MPI_SETTINGS": ("mpi_settings", _switch),
     "UNISONO_TUNED": ("tuned", str),
     "UNISONO_NODE_LINK": ("node_link", _link),
@@ -179,8 +188,8 @@ _READERS: dict[str, tuple[str, Callable[[str], Any]]] = {
     "UNISONO_NCCL": ("nccl", partial(_one_of, get_args(Nccl))),
 }
 
-# Variables that must be equal on all ranks of the world, or of each node. Every other variable
-# concerns one process alone, or ranks settle on one value (`calls.shared_settings`).
+# Variables that must be equal on all ranks of the world, or of each node. Others concern one
+# process alone, or the ranks agree on one value (`calls.shared_settings`).
 EQUAL: dict[str, Literal["world", "node"]] = {
     "UNISONO_SHARED_MEMORY": "node",
     "UNISONO_NCCL": "world",
@@ -188,4 +197,4 @@ EQUAL: dict[str, Literal["world", "node"]] = {
 }
 
 VARIABLES = (*_READERS, "UNISONO_CLUSTER", "UNISONO_EVENTS", "UNISONO_FAULT")
-"""What the packages read."""
+"""Variables that the packages read."""

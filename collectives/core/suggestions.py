@@ -42,10 +42,10 @@ FOREIGN_NAMES = frozenset([
 
 
 class ForeignName:
-    """A class attribute that does not exist, and whose error names ours.
+    """A missing attribute of a class, whose error suggests the name used here.
 
-    A `__getattr__` would do so for all names, but it makes every look-up of an attribute slower: an
-    all-reduce of 8 bytes took 17 % longer.
+    `__getattr__` would cover all names, but slows down every attribute look-up: an all-reduce of 8
+    bytes took 17 % longer.
     """
 
     def __init__(self, name: str) -> None:
@@ -56,10 +56,10 @@ class ForeignName:
 
 
 def unknown(owner: str, name: str, obj: object) -> AttributeError:
-    """Return the error for a missing attribute, which names the one that may be meant.
+    """Return the error for a missing attribute, with a suggestion.
 
     Args:
-        owner: what has no such attribute, for the text: "module 'collectives'".
+        owner: description of the object, for the text: "module 'collectives'".
         name: the attribute.
         obj: the object.
 
@@ -69,8 +69,10 @@ def unknown(owner: str, name: str, obj: object) -> AttributeError:
         AttributeError("module 'math' has no attribute 'Log_2'; use log2")
     """
     use = ""
+    # Private names are misspelled by these packages, not by a user.
     if not name.startswith("_"):
         wanted = _normalize(name)
+        # The table first, because a similar name may mean something else elsewhere.
         here = _NAMES.get(wanted) or next((n for n in dir(obj) if _normalize(n) == wanted), None)
         use = f"; use {here}" if here else ""
     return AttributeError(f"{owner} has no attribute {name!r}{use}", name=name, obj=obj)

@@ -1,7 +1,7 @@
 """Communication schedules as pure functions of integers: who talks to whom and when.
 
 Nothing here sends or allocates anything, so every schedule is tested for any number of ranks
-without MPI. Words: `rank` in `0 .. size - 1`; a `chunk` is a rank's share of a buffer, and chunk
+without MPI. Terms: `rank` is in `0 .. size - 1`; a `chunk` is a rank's share of a buffer, and chunk
 `c` belongs to rank `c`.
 """
 
@@ -51,14 +51,14 @@ def chunk_bounds(count: int, size: int) -> list[int]:
 
 
 class RingStep(NamedTuple):
-    """One step of a ring: which chunk goes to the right while which one comes from the left."""
+    """One step of a ring: the chunk sent to the right, and the chunk received from the left."""
 
     send: int
     receive: int
 
 
 def ring_neighbours(rank: int, size: int, distance: int = 1) -> tuple[int, int]:
-    """Return the ranks to the left (received from) and to the right (sent to)."""
+    """Return the left rank, the source, and the right rank, the destination."""
     return (rank - distance) % size, (rank + distance) % size
 
 
@@ -69,20 +69,21 @@ def ring_reduce_scatter(rank: int, size: int) -> Iterator[RingStep]:
     it reaches its owner `c`.
     """
     for step in range(size - 1):
+        # In the first step the chunk of the left neighbour, which then travels all around.
         yield RingStep(send=(rank - step - 1) % size, receive=(rank - step - 2) % size)
 
 
 def ring_allgather(rank: int, size: int) -> Iterator[RingStep]:
-    """Yield the `size - 1` steps that bring every rank's own chunk to all ranks."""
+    """Yield the `size - 1` steps after which all ranks have every rank's own chunk."""
     for step in range(size - 1):
         yield RingStep(send=(rank - step) % size, receive=(rank - step - 1) % size)
 
 
 class HalvingStep(NamedTuple):
-    """One step of a halving: a run of `chunks` chunks goes to `dest`, another comes from `source`.
+    """One step of a halving: a run of `chunks` chunks is sent to `dest`, another received.
 
-    `send` and `receive` are the first chunks of the runs, which go on from chunk 0 after the last
-    chunk (see `unwrapped`).
+    `send` and `receive` are the first chunks of the runs, which wrap around to chunk 0 after the
+    last chunk (see `unwrapped`).
     """
 
     dest: int
@@ -95,9 +96,9 @@ class HalvingStep(NamedTuple):
 def halving_reduce_scatter(rank: int, size: int) -> Iterator[HalvingStep]:
     """Yield the `ceil(log2(size))` steps after which chunk `rank` has all contributions.
 
-    Before a step a rank is in charge of the `reach` chunks from its own on. It gives the farther
-    half to the rank `distance` to the right, for whom they are the first ones, and stays in charge
-    of `distance = ceil(reach / 2)` chunks.
+    Before a step a rank is in charge of the `reach` chunks from its own on. It sends the farther
+    half to the rank `distance` to the right, where they are the first ones, and stays in charge of
+    `distance = ceil(reach / 2)` chunks.
 
     Example:
         >>> [(step.dest, step.send, step.chunks) for step in halving_reduce_scatter(0, 5)]
@@ -105,6 +106,7 @@ def halving_reduce_scatter(rank: int, size: int) -> Iterator[HalvingStep]:
     """
     reach = size
     while reach > 1:
+        # Rounded up, so that the rank keeps the middle chunk of an odd number.
         distance = (reach + 1) // 2
         yield HalvingStep(
             dest=(rank + distance) % size,
@@ -117,10 +119,11 @@ def halving_reduce_scatter(rank: int, size: int) -> Iterator[HalvingStep]:
 
 
 def doubling_allgather(rank: int, size: int) -> Iterator[HalvingStep]:
-    """Yield the `ceil(log2(size))` steps that bring every rank's own chunk to all ranks.
+    """Yield the `ceil(log2(size))` steps after which all ranks have every rank's own chunk.
 
-    They are those of `halving_reduce_scatter` in reverse order and direction.
+    They are the steps of `halving_reduce_scatter` in reverse order and direction.
     """
+    # A reversed step sends what the other received.
     for step in reversed(list(halving_reduce_scatter(rank, size))):
         yield HalvingStep(
             dest=step.source,
@@ -132,12 +135,13 @@ def doubling_allgather(rank: int, size: int) -> Iterator[HalvingStep]:
 
 
 def unwrapped(first: int, count: int, size: int) -> list[range]:
-    """Cut a run of `count <= size` chunks (or ranks) from `first` on where it begins again at 0.
+    """Split a run of `count <= size` chunks (or ranks) from `first` on where it wraps around to 0.
 
     Example:
         >>> unwrapped(3, 4, size=5)
         [range(3, 5), range(0, 2)]
     """
+    # The second range is empty if the run does not wrap around.
     parts = [range(first, min(first + count, size)), range(first + count - size)]
     return [part for part in parts if part]
 
@@ -145,10 +149,10 @@ def unwrapped(first: int, count: int, size: int) -> list[range]:
 class Doubling(NamedTuple):
     """A rank's part in a recursive doubling.
 
-    A rank with a `proxy` hands its contribution over before, gets the result after, and has no
-    partners. The others take in the contribution of their `guest`, if they have one, and exchange
-    everything with each partner in turn. Of two partners the one with the lower rank stands for
-    contributions that come first in the result's order.
+    A rank with a `proxy` sends its contribution to it first, receives the result last, and has no
+    partners. Other ranks receive the contribution of their `guest`, if they have one, and exchange
+    everything with each partner in turn. In a pair, the contributions of the lower rank come first
+    in the order of the result.
     """
 
     proxy: int | None
@@ -156,12 +160,12 @@ class Doubling(NamedTuple):
     partners: tuple[int, ...]
 
 
-@functools.lru_cache  # asked for in every small operation
+@functools.lru_cache  # used by every small operation
 def doubling(rank: int, size: int) -> Doubling:
     """Return the part of `rank` in a recursive doubling among `size` ranks.
 
-    The largest power of two of them takes part; each of the `size - 2^k` others, the odd ones of
-    the first ranks, has its left neighbour as proxy.
+    The largest power of two of them is active. Each of the other `size - 2^k` ranks, the odd ones
+    among the first ranks, has its left neighbour as proxy.
 
     Example:
         >>> [doubling(rank, 3) for rank in range(3)]  # doctest: +NORMALIZE_WHITESPACE
@@ -169,25 +173,29 @@ def doubling(rank: int, size: int) -> Doubling:
          Doubling(proxy=0, guest=None, partners=()),
          Doubling(proxy=None, guest=None, partners=(0,))]
     """
+    # The largest power of two that is not above `size`.
     active = 1 << (size.bit_length() - 1)
     others = size - active
     if rank < 2 * others and rank % 2:
         return Doubling(rank - 1, None, ())
+    # Positions among the active ranks, without the guests.
     place = rank // 2 if rank < 2 * others else rank - others
+    # The partner of a round differs in one bit of the position.
     places = [place ^ (1 << level) for level in range(active.bit_length() - 1)]
+    # Back from positions to ranks.
     partners = tuple(2 * p if p < others else p + others for p in places)
     return Doubling(None, rank + 1 if rank < 2 * others else None, partners)
 
 
 class PrefixStep(NamedTuple):
-    """One round of a prefix reduction: who hands over what it has combined, and to whom it goes."""
+    """One round of a prefix reduction: the rank to receive from, and the rank to send to."""
 
     source: int | None
     dest: int | None
 
 
 def prefix(rank: int, size: int) -> Iterator[PrefixStep]:
-    """Yield the rounds in which each rank learns of all before it, at distances that double.
+    """Yield the rounds after which a rank has combined all ranks before it; distances double.
 
     Example:
         >>> list(prefix(1, 3))
@@ -201,10 +209,10 @@ def prefix(rank: int, size: int) -> Iterator[PrefixStep]:
 
 
 class Tree(NamedTuple):
-    """A rank's place in a binomial tree.
+    """A rank's position in a binomial tree.
 
     `children` are in the order of growing subtrees. `span` is the number of ranks in the subtree of
-    this rank: counted from the root, they are this rank and the `span - 1` ranks behind it.
+    this rank: counted from the root, this rank and the `span - 1` ranks after it.
     """
 
     parent: int | None
@@ -213,10 +221,10 @@ class Tree(NamedTuple):
 
 
 def binomial_tree(rank: int, size: int, root: int) -> Tree:
-    """Place `rank` in the binomial tree of `size` ranks that hangs from `root`.
+    """Return the position of `rank` in the binomial tree of `size` ranks with this root.
 
-    Counted from the root, rank `v` has as parent `v` without its lowest set bit, and as children
-    `v + 1, v + 2, v + 4, ...` below that bit. The tree has `ceil(log2(size))` levels.
+    Counted from the root, the parent of rank `v` is `v` without its lowest set bit, and its
+    children are `v + 1, v + 2, v + 4, ...` below that bit. The tree has `ceil(log2(size))` levels.
 
     Example:
         >>> binomial_tree(0, 6, root=0)
@@ -225,6 +233,7 @@ def binomial_tree(rank: int, size: int, root: int) -> Tree:
         Tree(parent=0, children=(5,), span=2)
     """
     place = (rank - root) % size
+    # The root is above all: its reach is the next power of two.
     reach = place & -place if place else 1 << size.bit_length()  # ranks below the lowest set bit
     children = []
     distance = 1
@@ -236,18 +245,18 @@ def binomial_tree(rank: int, size: int, root: int) -> Tree:
 
 
 class BinaryTree(NamedTuple):
-    """A rank's place in a binary tree: up to two children, the left one first."""
+    """A rank's position in a binary tree: up to two children, the left one first."""
 
     parent: int | None
     children: tuple[int, ...]
 
 
 def double_tree(rank: int, size: int, root: int) -> tuple[BinaryTree, BinaryTree]:
-    """Place `rank` in two binary trees below `root`; nobody but the root has children in both.
+    """Return the positions of `rank` in two binary trees; only the root has children in both.
 
-    The others, counted from the root as 1, 2, ..., n, are in order in the first tree: who has a
-    left child has an even number. In the second tree each has the place that the next one has in
-    the first, the last one that of number 1, where it is a leaf.
+    The other ranks, counted from the root as 1, 2, ..., n, are in order in the first tree: a rank
+    with a left child has an even number. In the second tree number i has the position of number
+    i + 1 in the first, and number n that of number 1, a leaf.
 
     Example:
         >>> double_tree(2, 4, root=0)  # doctest: +NORMALIZE_WHITESPACE
@@ -261,9 +270,11 @@ def double_tree(rank: int, size: int, root: int) -> tuple[BinaryTree, BinaryTree
         if number == 0:
             parent, children = None, [_top(1, others)] if others else []
         else:
+            # Numbers 1 .. n rotate by one in the second tree, so inner ranks become leaves.
             parent, children = _in_order((number + shift - 1) % others + 1, others)
 
         def ranked(place: int, shift: int = shift) -> int:
+            # The inverse of that rotation, back to ranks.
             return (root + (place - shift - 1) % others + 1) % size
 
         above = root if parent == 0 else parent if parent is None else ranked(parent)
@@ -272,7 +283,7 @@ def double_tree(rank: int, size: int, root: int) -> tuple[BinaryTree, BinaryTree
 
 
 def _in_order(place: int, count: int) -> tuple[int, list[int]]:
-    """Return parent (0 at the top) and children of a place in the tree of 1, 2, ..., count."""
+    """Return parent (0 at the top) and children of a number in the ordered tree of 1 .. count."""
     first, last, parent = 1, count, 0
     while (top := _top(first, last)) != place:
         parent = top
@@ -282,12 +293,13 @@ def _in_order(place: int, count: int) -> tuple[int, list[int]]:
 
 
 def _top(first: int, last: int) -> int:
-    """Return the top of the tree of first, ..., last, where first - 1 divides by its size."""
+    """Return the top of the tree of first .. last, where first - 1 is a multiple of its size."""
+    # The largest power of two up to the number of ranks, so that the left subtree is full.
     return first - 1 + (1 << ((last - first + 1).bit_length() - 1))
 
 
 class Nodes(NamedTuple):
-    """Where one rank sits: its place on its node, and its node's place among the nodes."""
+    """Position of a rank on its node, and of its node among the nodes."""
 
     local_rank: int
     local_size: int
@@ -296,11 +308,11 @@ class Nodes(NamedTuple):
 
 
 def nodes(leaders: Sequence[int], rank: int) -> Nodes:
-    """Number the nodes in the order of their lowest ranks.
+    """Return a rank's position; nodes are numbered in the order of their lowest ranks.
 
     Args:
-        leaders: for every rank, any integer that is the same exactly for the ranks of one node.
-        rank: the rank to place.
+        leaders: an integer per rank, equal for two ranks if and only if they share a node.
+        rank: the rank.
 
     Example:
         >>> nodes([0, 0, 2, 2, 2], rank=3)
@@ -317,15 +329,15 @@ def nodes(leaders: Sequence[int], rank: int) -> Nodes:
 
 
 class Rails(NamedTuple):
-    """Which ranks one rank works with on each level of a hierarchical operation.
+    """The ranks that one rank works with on each level of a hierarchical operation.
 
-    `number` rails join the nodes: rail `i` has the ranks with local rank `i`, one per node. There
-    are as many as the smallest node has ranks.
+    `number` rails connect the nodes: rail `i` has the ranks with local rank `i`, one per node. The
+    smallest node gives the number of rails.
     """
 
     number: int
     node: tuple[int, ...]  # the ranks of the same node, by local rank
-    rail: tuple[int, ...] | None  # the ranks of the same rail, by node; None for those beyond
+    rail: tuple[int, ...] | None  # the ranks of the same rail, by node; None for further ranks
 
 
 def rails(leaders: Sequence[int], rank: int) -> Rails:
@@ -338,12 +350,13 @@ def rails(leaders: Sequence[int], rank: int) -> Rails:
     members = _by_node(tuple(leaders))
     node = members[leaders[rank]]
     local_rank = node.index(rank)
+    # All nodes must have a rank on each rail.
     number = min(map(len, members.values()))
     rail = tuple(m[local_rank] for m in members.values()) if local_rank < number else None
     return Rails(number, node, rail)
 
 
-@functools.lru_cache(4)  # asked for by each of thousands of ranks where they are simulated
+@functools.lru_cache(4)  # called by each of thousands of simulated ranks
 def _by_node(leaders: tuple[int, ...]) -> dict[int, tuple[int, ...]]:
     """Return the ranks of each node."""
     members: dict[int, list[int]] = {}

@@ -1,7 +1,7 @@
 """Launcher detection: how many processes were started, and whether MPI sees them.
 
-A launcher that does not fit the MPI library starts N processes that each believe to be alone
-(`srun --mpi=pmi2` with Open MPI 5 does, with exit status 0): each would train its own model.
+With a launcher that does not fit the MPI library, N processes each start as a world of one, with
+exit status 0 (as `srun --mpi=pmi2` with Open MPI 5). Each would train its own model.
 """
 
 from __future__ import annotations
@@ -15,42 +15,48 @@ from collections.abc import Mapping
 from collectives.core.errors import LaunchError
 
 __all__ = [
-    "check_is_no_child", "check_world_size", "launcher_world_size", "mark_children", "env_count",
+    "check_is_no_child", "check_world_size", "env_count", "launcher_rank",
+    "launcher_world_size", "mark_children",
 ]  # fmt: skip
 
-# The variable by which a child of a rank recognizes that it is not a rank: number, process and
-# launch of its parent as JSON. A child also inherits the launcher's variables, so MPI would start
-# it in the place of the parent.
+# The variable by which a child of a rank detects that it is not a rank: number, process and launch
+# of its parent, as JSON. A child also inherits the launcher's variables, so MPI would start it in
+# place of the parent.
 _MARK = "UNISONO_CHILD_OF"
 
 # Variables of PMIx and PMI that together identify one process of one job.
 _PLACES = ("PMIX_NAMESPACE", "PMIX_RANK", "PMI_JOBID", "PMI_RANK", "PMI_PORT", "PMI_ID")
 
-# Slurm numbers the steps that srun starts from 0; the batch script, an interactive step and the
-# like have numbers close to 2^32.
+# Variables with the number of this process, those of inner launchers first.
+_RANKS = ("OMPI_COMM_WORLD_RANK", "PMIX_RANK", "PMI_RANK", "SLURM_PROCID")
+
+# srun numbers its steps from 0; batch scripts, interactive steps and similar ones have numbers
+# close to 2^32.
 _SLURM_SPECIAL_STEPS = 0xFFFFFF00
 
 
 def check_world_size(environ: Mapping[str, str], world_size: int, library: str) -> None:
-    """Refuse a world of one where a launcher started several processes.
+    """Reject a world of one if a launcher started several processes.
 
-    The innermost launcher's word counts: `mpirun -np 1` inside a large Slurm job is a world of one,
-    and so is a plain `python` in a batch script, which no launcher started.
+    The innermost launcher counts: `mpirun -np 1` inside a large Slurm job is a world of one, and so
+    is a plain `python` in a batch script, which no launcher started.
 
     Args:
-        environ: the process's environment.
-        world_size: the size of `MPI_COMM_WORLD`.
-        library: the MPI library's own description.
+        environ: environment of the process.
+        world_size: size of `MPI_COMM_WORLD`.
+        library: MPI library, as it describes itself.
 
     Raises:
-        LaunchError: they contradict each other; says who started how many, and what to do.
+        LaunchError: launcher and MPI contradict each other; names both and the remedy.
     """
+    # Several processes form a world, so launcher and MPI fit.
     if world_size > 1:
         return
     launched = _find_launcher(environ)
     if launched is None:
         return
     variable, count, launcher, cure = launched
+    # One process started by a launcher is a world of one, as expected.
     if count > 1:
         raise LaunchError(
             f"init: {launcher} started {count} processes ({variable}={count}), but MPI sees a "
@@ -60,19 +66,21 @@ def check_world_size(environ: Mapping[str, str], world_size: int, library: str) 
 
 
 def mark_children(rank: int, size: int) -> None:
-    """Mark the environment that children of this rank inherit; does nothing without a launcher."""
+    """Mark the environment that children of this rank inherit; no-op without a launcher."""
+    # Without a launcher a child starts as a world of one, and does no harm.
     if place := _place(os.environ):
         mark = {"process": os.getpid(), "rank": rank, "size": size}
         os.environ[_MARK] = json.dumps(mark | {"place": place, "socket": _socket(os.environ)})
 
 
 def check_is_no_child(environ: Mapping[str, str]) -> None:
-    """Refuse a child of a rank, unless it is a rank of another job.
+    """Reject a child of a rank, unless it is a rank of another job.
 
     Raises:
         LaunchError: this process is a child; names the rank.
     """
     mark = json.loads(environ.get(_MARK, "{}"))
+    # A process keeps its number in `exec`, and a rank of another job has other variables.
     if not mark or mark["process"] == os.getpid() or mark["place"] != _place(environ):
         return
     # MPICH numbers the ranks of every job from 0, but each rank has a separate socket.
@@ -91,7 +99,8 @@ def _place(environ: Mapping[str, str]) -> list[str]:
 
 
 def _socket(environ: Mapping[str, str]) -> int | None:
-    """Return the inode of the socket to MPICH's launcher, None if there is none."""
+    """Return the inode of the socket to MPICH's launcher; None without one."""
+    # PMI_FD is the number of a descriptor, which may be closed or reused.
     with contextlib.suppress(ValueError, OSError):
         facts = os.fstat(int(environ.get("PMI_FD", "")))
         return facts.st_ino if stat.S_ISSOCK(facts.st_mode) else None
@@ -107,21 +116,33 @@ def launcher_world_size() -> int:
     return 1 if launched is None else launched[1]
 
 
+def launcher_rank() -> int:
+    """Return the number that the launcher gave this process, 0 without a launcher.
+
+    For errors before MPI starts: a child of a rank inherits the number.
+    """
+    text = next((os.environ[name] for name in _RANKS if name in os.environ), "0")
+    return int(text) if text.isdigit() else 0
+
+
 def _find_launcher(environ: Mapping[str, str]) -> tuple[str, int, str, str] | None:
-    """Return (variable, processes, launcher, cure) of the innermost launcher that left a trace."""
+    """Return (variable, processes, launcher, remedy) of the innermost launcher, or None."""
     mixed = (
         "The launcher probably belongs to another MPI than the one Python loaded: start with the "
         "mpirun of that library (see `python -m collectives info`)"
     )
     own = "OMPI_COMM_WORLD_SIZE"
+    # Open MPI's variable is the innermost: its mpirun may run inside a Slurm step.
     if own in environ:
         return own, env_count(environ[own]), "mpirun of Open MPI", mixed
+    # torchrun sets WORLD_SIZE and starts processes without MPI.
     if "TORCHELASTIC_RUN_ID" in environ:
         cure = "torchrun starts no MPI: start with `mpirun -np N python train.py`, or `srun`"
         return "WORLD_SIZE", env_count(environ.get("WORLD_SIZE", "1")), "torchrun", cure
     if "SLURM_STEP_NUM_TASKS" in environ and "SLURM_PROCID" in environ:
         step = env_count(environ.get("SLURM_STEP_ID", "0"))
         count = env_count(environ["SLURM_STEP_NUM_TASKS"])
+        # A batch script is a step of its own, with a special number.
         if step < _SLURM_SPECIAL_STEPS:
             cure = (
                 "`srun --mpi=pmi2` and `srun --mpi=none` do this with Open MPI 5, without an "
@@ -136,5 +157,5 @@ def _find_launcher(environ: Mapping[str, str]) -> tuple[str, int, str, str] | No
 
 
 def env_count(text: str) -> int:
-    """Return the number in a variable of a launcher, 1 where there is none."""
+    """Return the number in a launcher's variable; 1 if it is not a number."""
     return int(text) if text.isdigit() else 1

@@ -11,28 +11,28 @@ __all__ = ["is_fault_tolerant", "recommended_settings", "late_settings_warning"]
 
 
 def recommended_settings(environ: Mapping[str, str], cores: int) -> dict[str, str]:
-    """Return the settings for Open MPI that help here and that the user has not made.
+    """Return recommended settings for Open MPI that you have not set.
 
-    Other MPI libraries ignore them, and are best as they are: Intel MPI 2021.19 takes 7.0 to 8.8 s
-    for the conformance of operations and errors (3 ranks on 2 cores), whatever `I_MPI_FABRICS`,
-    `I_MPI_PIN` and `I_MPI_THREAD_YIELD` say, but for 21 s with the latter 1. Measured with Open MPI
-    5.0.11:
+    Other MPI libraries ignore them, and need none: Intel MPI 2021.19 takes 7.0 to 8.8 s for the
+    conformance tests of operations and errors (3 ranks on 2 cores) for all tried values of
+    `I_MPI_FABRICS`, `I_MPI_PIN` and `I_MPI_THREAD_YIELD`, except 21 s with the last one at 1.
+    Measured with Open MPI 5.0.11:
 
-    - `osc ^ucx` silences an error message about a component that is not used.
-    - `btl ^ofi` leaves out a component for one-sided communication, which is not used either, and
-      which sleeps for a second when it finds nothing to do: MPI starts in 0.1 s instead of 1.1 s.
-    - `btl_tcp_links 2`: two sockets per peer let both directions of a link run at once; MPI's
+    - `osc ^ucx` silences an error message about an unused component.
+    - `btl ^ofi` leaves out an unused component for one-sided communication, which sleeps for a
+      second if it finds no network: MPI starts in 0.1 s instead of 1.1 s.
+    - `btl_tcp_links 2`: two sockets per peer use both directions of a link at once; MPI's
       all-reduce of 16 MiB between 2 machines at 1 Gbit/s takes 141 ms with these settings and
       207 ms without (`docs/benchmarks`).
-    - `btl_tcp_eager_limit` 264 KiB: a slice of 256 KiB goes without asking the receiver first; the
-      ring reaches 91 to 96 % of a 1 Gbit/s line where it had 87 to 91 %, and 87 to 94 % instead of
-      68 to 86 % with 4 machines.
-    - `mpi_yield_when_idle 1`, where ranks fill the cores of the node: a rank that waits leaves its
-      core to the kernel's network work (1 MiB between nodes: 11 ms instead of 24 ms).
+    - `btl_tcp_eager_limit` 264 KiB: a slice of 256 KiB is sent without a rendezvous. The ring
+      reaches 91 to 96 % of a 1 Gbit/s line instead of 87 to 91 %, and 87 to 94 % instead of 68 to
+      86 % with 4 machines.
+    - `mpi_yield_when_idle 1`, if ranks fill the cores of the node: a waiting rank leaves its core
+      to the kernel's network work (1 MiB between nodes: 11 ms instead of 24 ms).
 
     Args:
-        environ: the environment so far.
-        cores: the number of cores of this node.
+        environ: environment so far.
+        cores: number of cores of this node.
     """
     wanted = {
         "OMPI_MCA_osc": "^ucx",
@@ -40,26 +40,30 @@ def recommended_settings(environ: Mapping[str, str], cores: int) -> dict[str, st
         "OMPI_MCA_btl_tcp_links": "2",
         "OMPI_MCA_btl_tcp_eager_limit": "270336",
     }
-    if int(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "1")) >= cores:
+    # A waiting rank spins by default, and takes the core from the kernel's network work.
+    if env_count(environ.get("OMPI_COMM_WORLD_LOCAL_SIZE", "")) >= cores:
         wanted["OMPI_MCA_mpi_yield_when_idle"] = "1"
+    # Values that the user has set stay.
     return {name: value for name, value in wanted.items() if name not in environ}
 
 
 def late_settings_warning(environ: Mapping[str, str], wanted: Mapping[str, str]) -> str | None:
-    """Return a warning where MPI may have started without settings that it needs between nodes.
+    """Return a warning if MPI may have started without settings that it needs between nodes.
 
     Args:
-        environ: the environment in which it has started.
-        wanted: the settings that `settings` would have made there.
+        environ: environment in which MPI has started.
+        wanted: result of `recommended_settings` for it.
 
     Returns:
-        Words for the first rank; None for the others, and where nothing is lost.
+        the warning on rank 0; None on other ranks, and if no setting is missing.
     """
     ranks, of_node = (
         env_count(environ.get(name, ""))
         for name in ("OMPI_COMM_WORLD_SIZE", "OMPI_COMM_WORLD_LOCAL_SIZE")
     )
+    # Only the TCP settings matter: the others save time at the start.
     of_lines = [f"{name}={value}" for name, value in wanted.items() if "_tcp_" in name]
+    # Without TCP between nodes the settings have no effect.
     if ranks == of_node or not of_lines or environ.get("OMPI_COMM_WORLD_RANK") != "0":
         return None
     return (
@@ -70,6 +74,6 @@ def late_settings_warning(environ: Mapping[str, str], wanted: Mapping[str, str])
 
 
 def is_fault_tolerant() -> bool:
-    """Tell whether the survivors of a dead rank can go on: `mpirun --with-ft ulfm`."""
+    """Return whether the job survives the death of a rank: `mpirun --with-ft ulfm`."""
     variable = "OMPI_MCA_mpi_ft_enable"
     return os.environ.get(variable, "").lower() in ("1", "true")

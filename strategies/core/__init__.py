@@ -1,1 +1,1 @@
-"""Shared by all folders: validation, array helpers, nested containers, agreement of ranks."""
+"""Foundations of all packages: validation, array helpers, pytrees, agreement of ranks."""

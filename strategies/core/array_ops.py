@@ -10,9 +10,10 @@ from contextlib import AbstractContextManager, nullcontext
 from typing import Any
 
 import array_api_compat
-import ml_dtypes
 import numpy as np
 import numpy.typing as npt
+
+from collectives import extend
 
 __all__ = [
     "COMPUTE",
@@ -45,65 +46,67 @@ COMPUTE = {
 }
 """dtype of a variable -> dtype of its slots and of the arithmetic."""
 
-# Bytes of a device array that are on the host at a time: enough to reach the rate of the bus.
+# Bytes of a device array that are copied to the host at a time: enough to reach the bus bandwidth.
 _SLICE_BYTES = 64 << 20
 
 _CPU, _CPU_PINNED = 1, 3  # DLPack's device types whose memory the processor reads
 
+# One lock for all arrays: creating shards is short, and a lock per array would need a registry.
 _taking_apart = threading.Lock()
 
 
 def is_array(thing: Any) -> bool:
-    """Whether this is an array, of any library."""
+    """Return whether an object is an array of any library."""
     return hasattr(thing, "shape") and hasattr(thing, "dtype")
 
 
 def on_several_devices(array: Any) -> bool:
-    """Whether this is an array of JAX that several devices have, in parts or whole."""
-    # Its type is asked: to ask the array would take it apart.
+    """Return whether an object is a JAX array on several devices, sharded or replicated."""
+    # Checks the type, because the attribute of the array would create its shards.
     return hasattr(type(array), "addressable_shards") and len(array.devices()) > 1
 
 
 def shards(array: Any) -> Sequence[Any]:
-    """Return the shards of an array of JAX on the devices of this process.
+    """Return the shards of a JAX array on this process's devices.
 
-    Whatever takes such an array apart may come after this alone: when threads do so at once, each
-    adds all parts to the array, which has too many of them from then on (seen under JAX 0.10).
+    Call this before any other access to the shards. If several threads create the shards at once,
+    each adds all of them to the array, which then has too many (seen with JAX 0.10).
     """
     with _taking_apart:
         return array.addressable_shards  # type: ignore[no-any-return]
 
 
 def host(array: Any) -> npt.NDArray[Any] | None:
-    """View an array as a NumPy array, without a copy; None if it is on a device."""
+    """Return a NumPy view of an array; None if it is on a device."""
     if isinstance(array, (np.ndarray, np.generic)):
         return np.asarray(array)
     if on_several_devices(array):
+        # All shards are on devices of one platform.
         there = shards(array)[0].device.platform == "cpu"
         return np.asarray(array) if there else None
     device = getattr(array, "__dlpack_device__", None)
+    # DLPack's device tuple: type first, then the number of the device.
     if device is None or device()[0] not in (_CPU, _CPU_PINNED):
         return None
+    # NumPy reads JAX arrays on the CPU without a copy.
     if not hasattr(array, "detach"):
         return np.asarray(array)
-    tensor = array.detach()  # PyTorch: the same memory, out of sight of its differentiation
-    if dtype_name(tensor) == "bfloat16":  # which PyTorch does not hand to NumPy
-        bits = tensor.view(array_api_compat.array_namespace(tensor).int16).numpy()
-        return np.asarray(bits.view(ml_dtypes.bfloat16))
-    return np.asarray(tensor.numpy())
+    return extend.elements_of(array)  # of PyTorch
 
 
 def in_memory_order(array: Any) -> Any:
-    """View a dense array as one-dimensional, in memory order."""
+    """Return a one-dimensional view of a dense array, in memory order."""
+    # A transposed or channels-last tensor: `reshape` would copy it, in another order.
     if hasattr(array, "as_strided") and not array.is_contiguous():
         return array.as_strided((array.numel(),), (1,))
     return array.reshape(-1)
 
 
 def to_host(array: Any) -> npt.NDArray[Any]:
-    """Return an array in host memory: a view if it is there, else a copy."""
+    """Return an array in host memory, as a view if possible."""
     found = host(array)
     if found is None and hasattr(array, "__cuda_array_interface__") and hasattr(array, "get"):
+        # CuPy copies on the current device of the thread, which may be another one.
         with device_context(array):
             found = array.get()  # CuPy
     if found is None:
@@ -116,20 +119,21 @@ def byte_views(array: Any) -> Iterator[npt.NDArray[np.uint8]]:
     """Yield the memory of an array of any library, in the order of its elements.
 
     Yields:
-        Arrays of shape (n,) in host memory, views where the array is there already.
+        arrays of shape (n,) in host memory, as views if the array is there.
 
     Raises:
         TypeError: its elements are objects.
     """
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
-        # By its own views, since NumPy does not know all dtypes of PyTorch.
+        # Through PyTorch's views, because NumPy lacks some of its dtypes.
         dense = array.detach()
         parts = [dense]
         if dense.is_sparse:
             dense = dense.coalesce()
             parts = [dense.indices(), dense.values()]
         for part in parts:
+            # Conjugate and negative views are flags in PyTorch; their memory is not yet changed.
             whole = part.resolve_conj().resolve_neg().contiguous().reshape(-1)
             for piece in whole.view(torch.uint8).split(_SLICE_BYTES) if len(whole) else ():
                 yield piece.cpu().numpy()
@@ -146,7 +150,7 @@ def byte_views(array: Any) -> Iterator[npt.NDArray[np.uint8]]:
 
 
 def device_context(array: Any) -> AbstractContextManager[Any]:
-    """Let this thread compute where an array is; CuPy alone wants to be told."""
+    """Return a context in which this thread computes on an array's device; only CuPy needs one."""
     if hasattr(type(array), "__cuda_array_interface__") and hasattr(array, "get"):
         return array.device  # type: ignore[no-any-return]
     return nullcontext()
@@ -162,15 +166,17 @@ def dtype_name(array: Any) -> str:
     return _name(array.dtype)
 
 
+# Cached, because steps convert the dtype of each gradient to text.
 @functools.cache
 def _name(dtype: Any) -> str:
     return str(dtype).removeprefix("torch.")
 
 
 def astype(array: Any, name: str) -> Any:
-    """Return an array converted to the dtype of this name, or itself; too large is infinite."""
+    """Return an array converted to a dtype, or itself; overflow gives infinity."""
     if isinstance(array, (np.ndarray, np.generic)):
         with np.errstate(over="ignore"):
+            # `asarray` turns scalars of NumPy into arrays, which callers index.
             return np.asarray(array).astype(name, copy=False)
     if dtype_name(array) == name:
         return array
@@ -179,33 +185,34 @@ def astype(array: Any, name: str) -> Any:
 
 
 def arithmetic_dtype(array: Any) -> Any:
-    """Return an array in the dtype of its arithmetic: float32 for a 16-bit one, else itself."""
+    """Return an array in the dtype of its arithmetic: float32 for 16-bit floats, else itself."""
     name = dtype_name(array)
     return astype(array, COMPUTE.get(name, name))
 
 
 def full(like: Any, number: float, name: str) -> Any:
-    """Return a new array of one number, of another's shape, where that one is."""
+    """Return a new array filled with a number, with the shape and device of `like`."""
     if isinstance(like, np.ndarray):
+        # `zeros` gets cleared pages from the system, without touching them.
         return np.full(like.shape, number, name) if number else np.zeros(like.shape, name)
     xp, device = device_key(like)
     return xp.full(tuple(like.shape), number, dtype=getattr(xp, name), device=device)
 
 
 def on_same_device(like: Any, array: Any) -> Any:
-    """Return an array where another one is: itself, or a copy of one in host memory."""
+    """Return an array on the device of `like`: itself, or a copy of a host array."""
     if isinstance(like, np.ndarray) or not isinstance(array, np.ndarray):
         return array
     xp, device = device_key(like)
-    if array_api_compat.is_jax_array(like):  # which may go on reading the memory that it is given
+    if array_api_compat.is_jax_array(like):  # JAX may keep reading the memory
         array = array.copy()
     return xp.asarray(array, device=device)
 
 
 def to_device_of(like: Any, array: Any) -> Any:
-    """Return an array on the device of another one of its library; itself if it is there.
+    """Return an array on the device of `like`, an array of its library; itself if it is there.
 
-    One in host memory comes to the device of `like`; one of a device stays if `like` is NumPy's.
+    A host array is copied to the device of `like`. A device array stays if `like` is a NumPy array.
     """
     if isinstance(array, (np.ndarray, np.generic)):
         return on_same_device(like, np.asarray(array))
@@ -216,12 +223,13 @@ def to_device_of(like: Any, array: Any) -> Any:
         return array
     if array_api_compat.is_jax_array(array):
         return array.to_device(there)
+    # The new memory belongs to the current device in CuPy.
     with device_context(like):
         return xp.asarray(array, device=there)
 
 
 def overwrite(array: Any, values: Any) -> Any:
-    """Return an array that holds other values: itself, or the values if it can never change."""
+    """Overwrite an array and return it; return the values if it is immutable."""
     if array_api_compat.is_jax_array(array):
         return values
     with device_context(array):
@@ -230,7 +238,7 @@ def overwrite(array: Any, values: Any) -> Any:
 
 
 def copy(array: Any) -> Any:
-    """Return a copy in the same memory."""
+    """Return a copy on the same device."""
     if isinstance(array, np.ndarray):
         return array.copy()
     return array_api_compat.array_namespace(array).asarray(array, copy=True)
@@ -245,7 +253,7 @@ def take(array: Any, rows: npt.NDArray[np.int64]) -> Any:
 
 
 def put(array: Any, rows: npt.NDArray[np.int64], values: Any) -> Any:
-    """Overwrite some rows, each given once; returns the array, or a new one of JAX."""
+    """Overwrite some rows, each given once; return the array, or a new JAX array."""
     if isinstance(array, np.ndarray):
         array[rows] = values
         return array

@@ -1,9 +1,8 @@
 """Crash-safe file operations: write, fsync and rename.
 
-The order is always the same: write beside the target, fsync what was written, rename, fsync the
-directory that holds the name. A rename is atomic, so that a reader sees the old or the new state
-whatever happens in between; without the two fsyncs a power cut may show the new name with old or
-no content.
+The order is always the same: write a temporary file beside the target, fsync it, rename it, fsync
+the directory. A rename is atomic, so a reader sees the old or the new state. Without the two fsyncs
+a power cut may leave the new name with old or no content.
 """
 
 from __future__ import annotations
@@ -38,11 +37,11 @@ _log = logging.getLogger(__name__)
 # Files removed at the same time.
 _AT_ONCE = 4
 
-# Bytes after which the system is told to begin to write, so that the device is busy meanwhile.
+# Bytes after which writeback is started, so that the device is busy during the write.
 _BEHIND = 16 << 20
 
 _ERROR_OF_ERRNO: dict[int | None, type[errors.OpError]] = {
-    # EFBIG is what RLIMIT_FSIZE answers: Python ignores the signal SIGXFSZ.
+    # RLIMIT_FSIZE gives EFBIG, because Python ignores SIGXFSZ.
     **dict.fromkeys(
         (errno.ENOSPC, errno.EDQUOT, errno.EFBIG, errno.EMFILE, errno.ENFILE),
         errors.ResourceExhaustedError,
@@ -54,22 +53,22 @@ _ERROR_OF_ERRNO: dict[int | None, type[errors.OpError]] = {
 
 @contextlib.contextmanager
 def translate_errors(operation: str, path: PathLike[str]) -> Iterator[None]:
-    """Turn an `OSError` inside the block into the `OpError` that names the operation and file.
+    """Raise an `OSError` inside the block as the `OpError` that names operation and file.
 
     Args:
         operation: beginning of the message, such as "save".
-        path: the file meant when the `OSError` does not name one.
+        path: the file, if the `OSError` does not name one.
 
     Raises:
-        ResourceExhaustedError: disk, quota, file size or descriptors used up.
+        ResourceExhaustedError: disk, quota, file size or descriptors are exhausted.
         NotFoundError: a file or directory does not exist.
-        DataLossError: the device answered with an input/output error.
-        FailedPreconditionError: anything else, permissions for instance.
+        DataLossError: the device reported an input/output error.
+        FailedPreconditionError: any other error, such as missing permissions.
     """
     try:
         yield
     except OSError as error:
-        # Those of fsspec have no number.
+        # Errors of fsspec have no number.
         code = errno.ENOENT if isinstance(error, FileNotFoundError) else error.errno
         reason = (os.strerror(code) if code else str(error)).lower()
         kind = _ERROR_OF_ERRNO.get(code, errors.FailedPreconditionError)
@@ -78,7 +77,8 @@ def translate_errors(operation: str, path: PathLike[str]) -> Iterator[None]:
 
 @contextlib.contextmanager
 def new_file(path: Path) -> Iterator[Callable[[Any], None]]:
-    """Create `path`, which must not exist; yields what appends bytes; fsyncs it in the end."""
+    """Create `path`, which must not exist; yield a function that appends bytes, then fsync."""
+    # Never through a link: one may have been planted at this name.
     with _open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_NOFOLLOW) as descriptor:
         written = begun = 0
 
@@ -86,14 +86,16 @@ def new_file(path: Path) -> Iterator[Callable[[Any], None]]:
             nonlocal written, begun
             rest = memoryview(data)
             while rest:
+                # Linux writes at most 2 GiB per call, and may write less.
                 count = os.write(descriptor, rest)
                 rest, written = rest[count:], written + count
             if written - begun >= _BEHIND:
-                # Of pages that are not written yet this begins the writing, and forgets nothing.
+                # For dirty pages this starts writeback, and drops nothing.
                 os.posix_fadvise(descriptor, begun, written - begun, os.POSIX_FADV_DONTNEED)
                 begun = written
 
         yield put
+        # Before the caller renames the file: a name must not appear without its content.
         os.fsync(descriptor)
 
 
@@ -104,7 +106,7 @@ def write_file(path: Path, data: bytes) -> None:
 
 
 def sync(path: Path) -> None:
-    """Wait until the file's content, or the directory's list of names, is on the device."""
+    """Wait until a file's content, or a directory's names, are on the device."""
     with _open(path, os.O_RDONLY) as descriptor:
         os.fsync(descriptor)
 
@@ -128,12 +130,13 @@ def rename(source: Path, dest: Path) -> None:
 
 
 def remove(path: Path) -> None:
-    """Remove a file, a link (not what it points to) or a directory of files, if there."""
+    """Remove a file, a link (not its target) or a directory of files, if it exists."""
     if path.is_dir() and not path.is_symlink():
         try:
-            # What pages of a large file are in memory is given back by who removes it.
+            # Freeing a large file's cached pages takes the time of the removing thread.
             with ThreadPoolExecutor(_AT_ONCE) as pool:
                 list(pool.map(os.unlink, [p for p in path.iterdir() if not p.is_dir()]))
+            # Subdirectories make it fail; no save creates any.
             os.rmdir(path)
         except OSError as error:
             error.filename = str(path)  # a name relative to some directory inside
@@ -143,23 +146,24 @@ def remove(path: Path) -> None:
 
 
 class DirectoryLock:
-    """The right to write in a directory, held by at most one process of the machine or cluster.
+    """Exclusive lock for writing in a directory, across the machine or cluster.
 
-    An advisory lock (`flock`) on the file `.lock`: the kernel releases it when the process dies,
-    however it dies, so that there is no stale lock to clean up. The file stays. On a file system
-    without locks a warning is logged, and two writers are not told apart.
+    An advisory lock (`flock`) on the file `.lock`. The kernel releases it when the process dies, so
+    locks never become stale. The file stays. On a file system without locks a warning is logged,
+    and two writers are not detected.
 
     Args:
-        directory: created with its parents when it does not exist.
+        directory: created with its parents if missing.
 
     Raises:
-        FailedPreconditionError: somebody else holds the lock; the message says which process.
+        FailedPreconditionError: another process holds the lock; names the process.
     """
 
     def __init__(self, directory: Path) -> None:
         path = directory / ".lock"
         with translate_errors("lock", path):
             directory.mkdir(parents=True, exist_ok=True)
+            # `O_NOFOLLOW` as in `new_file`; `O_CLOEXEC`, because a child would share the lock.
             flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
             descriptor = os.open(path, flags, 0o666)
         try:
@@ -168,12 +172,14 @@ class DirectoryLock:
             os.close(descriptor)
             raise
         self._release = weakref.finalize(self, _release, descriptor, os.getpid())
-        self._release.atexit = False  # then the kernel does it, after all that still writes
+        self._release.atexit = False  # the kernel releases it, after the last writer has ended
 
     def _take(self, descriptor: int, path: Path) -> None:
         try:
+            # Not blocking: a second job fails at once instead of waiting for the first to end.
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
         except (BlockingIOError, PermissionError) as error:
+            # Linux emulates `flock` on NFS by byte-range locks, which may report EACCES.
             owner = os.pread(descriptor, 200, 0).decode(errors="replace").strip() or "unknown"
             raise errors.FailedPreconditionError(
                 f"lock: another writer uses this directory, expected one at a time, got {owner} "
@@ -182,13 +188,13 @@ class DirectoryLock:
         except OSError as error:
             _log.warning("lock: the file system has no locks: %s (file: %s)", error.strerror, path)
             return
-        # The name only helps those who meet the lock: a full disk must not stop us here.
+        # The owner's name is only information, so a full disk must not raise here.
         with contextlib.suppress(OSError):
             os.ftruncate(descriptor, 0)
             os.pwrite(descriptor, f"process {os.getpid()} on {socket.gethostname()}\n".encode(), 0)
 
     def close(self) -> None:
-        """Let others write; harmless when called again."""
+        """Release the lock; closing twice is harmless."""
         self._release()
 
     def __enter__(self) -> DirectoryLock:
@@ -199,8 +205,8 @@ class DirectoryLock:
 
 
 def _release(descriptor: int, process: int) -> None:
-    # A forked child shares the lock: it must not release it for its parent, and where the parent
-    # closes, the child's copy must not keep it.
+    # A forked child shares the lock: it must not release its parent's lock, and its copy must not
+    # keep the lock after the parent closes.
     if process == os.getpid():
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_UN)

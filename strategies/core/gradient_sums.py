@@ -1,8 +1,8 @@
 """Sums and means of dense, sparse and missing gradients.
 
-All of them are added in the order in which they come, 16-bit floats as float32
-(`array_ops.arithmetic_dtype`), and a sum is `rounded` once, at its end. Rows are joined; those of
-one index are added up before a sum is divided.
+Gradients are added in the order of their arrival, 16-bit floats as float32
+(`array_ops.arithmetic_dtype`), and a sum is `rounded` once, at the end. Rows are concatenated; rows
+of one index are added before a sum is divided.
 """
 
 from __future__ import annotations
@@ -33,50 +33,54 @@ __all__ = [
 
 
 class SumBuffers:
-    """Host memory for the sums of each step, used again unless somebody still holds the last one.
+    """Host memory for the sums of each step, reused unless a caller still holds the last sum.
 
-    The system else takes it back after each step, and clears other pages in the next one: 1.6 MiB
-    of sums took 0.5 ms so, of a step of 4 ms.
+    Otherwise the system reclaims the memory after each step and clears new pages in the next one:
+    1.6 MiB of sums took 0.5 ms of a step of 4 ms.
     """
 
     def __init__(self) -> None:
         self._kept: dict[str, npt.NDArray[Any]] = {}
+        # An array that only the dict and the argument refer to: the reference count without a user.
         self._kept[""] = np.empty(0)
-        self._free = sys.getrefcount(self._kept[""])  # of an array that nobody else holds
+        self._free = sys.getrefcount(self._kept[""])  # of an array without other references
 
     def like(self, name: str, array: Any) -> Any | None:
-        """Return an array of any numbers, of another's shape, dtype and library.
+        """Return uninitialized memory with the shape, dtype and library of an array.
 
         Args:
-            name: whose sum it is for.
-            array: what is to be added.
+            name: name of the sum.
+            array: the array.
 
         Returns:
-            None if the array is not in host memory, is one of JAX, or has no float32 or float64.
+            None if the array is not in host memory, is a JAX array, or is not float32 or float64.
         """
+        # Results on JAX are new arrays, which cannot use the memory.
         there = None if array_api_compat.is_jax_array(array) else array_ops.host(array)
         if there is None or there.dtype not in (np.float32, np.float64):
             return None
         kept = self._kept.get(name)
         fits = kept is not None and (kept.shape, kept.dtype) == (there.shape, there.dtype)
+        # `kept` would count as a user of the memory.
         del kept
         if not fits or sys.getrefcount(self._kept[name]) > self._free:
             self._kept[name] = np.empty(there.shape, there.dtype)
-        view = self._kept[name][...]  # who holds the sum holds this
+        view = self._kept[name][...]  # the sum refers to this view
         return (
             view if isinstance(array, np.ndarray) else array_ops.device_key(array)[0].asarray(view)
         )
 
 
 def add(total: Any, gradient: Any, weight: float = 1) -> Any:
-    """Return `total + weight * gradient`, in the memory of the total where that can be changed.
+    """Return `total + weight * gradient`, in the memory of the total if it is mutable.
 
     Args:
-        total: what this function has returned for the gradients before, None for the first.
-        gradient: it is not changed, and the sum shares no memory with it. Beside an array, rows are
-            added where they belong; both are in host memory then.
-        weight: of 0, the gradient does not count: a mean over no examples may be NaN.
+        total: result of this function for earlier gradients; None for the first one.
+        gradient: not changed, and never shares memory with the sum. Rows are scattered into a dense
+            total; both are then in host memory.
+        weight: 0 ignores the gradient, because a mean over no examples may be NaN.
     """
+    # 0 * NaN is NaN, so the gradient is left out instead of multiplied.
     if gradient is None or weight == 0:
         return total
     with np.errstate(over="ignore", invalid="ignore"):  # a sum may be infinite, or NaN
@@ -90,6 +94,7 @@ def add(total: Any, gradient: Any, weight: float = 1) -> Any:
                 else _scatter_add(total, rows)
             )
         if total is None:
+            # Multiplied even by 1: the product is new memory, which later additions may change.
             return array_ops.arithmetic_dtype(gradient) * weight
         more = (
             array_ops.arithmetic_dtype(gradient)
@@ -98,34 +103,36 @@ def add(total: Any, gradient: Any, weight: float = 1) -> Any:
         )
         if isinstance(total, Rows):
             total = _scatter_add(np.zeros_like(more), total)
+        # Different dtypes cannot be added in place without losing digits.
         if total.dtype != more.dtype:
             return total + more
-        total += more  # arrays of JAX, which cannot be changed, make a new one
+        total += more  # creates a new array if JAX arrays, which are immutable, are added
         return total
 
 
 def concatenated(parts: Sequence[Rows]) -> Rows:
-    """Return the rows of all parts, in their order; of one index there may be several."""
+    """Return the rows of all parts, in order; indices may repeat."""
     join = array_api_compat.array_namespace(parts[0].values).concat
     indices = np.concatenate([rows.indices for rows in parts])
     return Rows(indices, join([rows.values for rows in parts]))
 
 
 def merge_rows(parts: Sequence[Rows]) -> Rows:
-    """Return the rows of all parts by increasing index, those of one index added up."""
+    """Return the rows of all parts by increasing index; rows of one index are added."""
     return coalesced(concatenated(parts))
 
 
 def divided(total: Any, number: float) -> Any:
-    """Divide a sum; rows of one index are added up first."""
+    """Divide a sum; rows of one index are added first."""
     if isinstance(total, Rows):
+        # Coalesced first: rounding the quotient of each part would depend on how rows were split.
         rows = coalesced(total)
         return Rows(rows.indices, divided(rows.values, number))
     return total if total is None or number == 1 else total / number
 
 
 def rounded(total: Any, dtype: str) -> Any:
-    """Return a sum or a mean in the dtype of its gradients; that of integers stays as it is."""
+    """Return a sum or a mean in the dtype of its gradients; integer sums keep their dtype."""
     if isinstance(total, Rows):
         return Rows(total.indices, rounded(total.values, dtype))
     return (
@@ -136,27 +143,29 @@ def rounded(total: Any, dtype: str) -> Any:
 def mean(
     column: Iterable[tuple[Any, float]], whole: float, dtype: str, out: Any | None = None
 ) -> Any:
-    """Return the sum of gradients times their weights, divided by a whole weight, and rounded.
+    """Return the weighted sum of gradients, divided by a total weight, and rounded.
 
     Args:
         column: (gradient, weight) of one variable.
-        whole: also of gradients that are None, which count as zero.
-        dtype: of the gradients.
-        out: memory of `SumBuffers.like` for it, which is used if all count alike.
+        whole: total weight, including gradients that are None and count as zero.
+        dtype: dtype of the gradients.
+        out: memory from `SumBuffers.like`, used if all weights are 1.
 
     Returns:
-        `Rows` by increasing index if all gradients that count are rows, an array if one is dense,
-        None if there are none.
+        `Rows` by increasing index if all counted gradients are rows, an array if one is dense, None
+        without gradients.
     """
+    # Consumed once: `column` may be an iterator.
     counted = [(gradient, weight) for gradient, weight in column if gradient is not None and weight]
     if counted and all(isinstance(gradient, Rows) for gradient, _ in counted):
         rows = concatenated([add(None, gradient, weight) for gradient, weight in counted])
         return rounded(divided(rows, whole), dtype)
     total = None
+    # Only the first two are checked, because `add` handles the rest.
     if _are_plain(counted[:2]):
         (first, _), (second, _), *counted = counted
         with np.errstate(over="ignore", invalid="ignore"):
-            # Both at once saves a copy of the first.
+            # Adding both at once saves a copy of the first.
             if out is None:
                 total = array_ops.arithmetic_dtype(first) + array_ops.arithmetic_dtype(second)
             else:
@@ -166,14 +175,15 @@ def mean(
                 )
     for gradient, weight in counted:
         total = add(total, gradient, weight)
+    # Only dtypes of the arithmetic: dividing integers in place would fail.
     if total is not None and whole != 1 and array_ops.dtype_name(total) in ("float32", "float64"):
-        total /= whole  # its memory is nobody else's
+        total /= whole  # in place, because the memory is not shared
         return rounded(total, dtype)
     return rounded(divided(total, whole), dtype)
 
 
 def _are_plain(counted: Sequence[tuple[Any, float]]) -> bool:
-    """Whether these are two arrays of one dtype, with a weight of 1."""
+    """Return whether the first two are arrays of one dtype, and all weights are 1."""
     if len(counted) < 2 or any(weight != 1 or isinstance(g, Rows) for g, weight in counted):
         return False
     (first, _), (second, _) = counted
@@ -181,10 +191,10 @@ def _are_plain(counted: Sequence[tuple[Any, float]]) -> bool:
 
 
 def weights(examples: Sequence[float | None], whose: str) -> list[float]:
-    """Return how much each gradient counts: its examples, or 1 if nobody says how many.
+    """Return the weight of each gradient: its examples, or 1 if no numbers are given.
 
     Raises:
-        ValueError: only some say.
+        ValueError: only some numbers are given.
     """
     told = [number is not None for number in examples]
     if any(told) and not all(told):
@@ -196,7 +206,7 @@ def weights(examples: Sequence[float | None], whose: str) -> list[float]:
 
 
 def check_examples(examples: float | None) -> None:
-    """Refuse what is not a number of examples; None if it was not told.
+    """Check a number of examples; None if not given.
 
     Raises:
         ValueError: it is negative, infinite or NaN.
@@ -213,6 +223,7 @@ def check_examples(examples: float | None) -> None:
 
 
 def _scatter_add(total: Any, rows: Rows) -> Any:
-    """Add rows to an array where they belong."""
+    """Add rows to a dense array, in place."""
+    # `add.at` adds each repeated index; `total[indices] += values` would keep only the last.
     np.add.at(total, rows.indices, rows.values)
     return total

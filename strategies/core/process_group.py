@@ -19,21 +19,22 @@ T = TypeVar("T")
 
 
 def of_this_job() -> cc.Communicator | None:
-    """Return the communicator of all processes of the job; None, without MPI, if there is one."""
+    """Return the communicator of all processes of the job; None, without MPI, for one process."""
+    # Without a launcher `cc.init()` would start MPI for one process only.
     return cc.init() if cc.is_initialized() or extend.launcher_world_size() > 1 else None
 
 
 class ProcessGroup:
-    """What the processes of one strategy do together; nothing if there is only one.
+    """Operations among the processes of one strategy; no-ops for a single process.
 
     All methods but `start` and `with_options` are *collective*.
 
-    An error on one rank is brought to all others by `agree`. The other ranks may be inside calls
-    that the failed one has left, so each of them raises, and no call that the error passes on its
-    way out may agree on it again: it is known until the next call begins.
+    `agree` propagates an error on one rank to all ranks. The other ranks may be inside nested
+    calls, so each call that the error passes would agree on it again. So the error is remembered
+    until the next call begins.
 
     Args:
-        comm: the processes, None for this one alone.
+        comm: the processes; None for a single one.
         options: how they exchange arrays.
     """
 
@@ -44,6 +45,7 @@ class ProcessGroup:
     ) -> None:
         self.comm = comm
         self.options = options or CommunicationOptions()
+        # The errors themselves: an id alone could be reused after its error is freed.
         self._known: list[BaseException] = []
 
     @property
@@ -57,29 +59,31 @@ class ProcessGroup:
         return 1 if self.comm is None else self.comm.size
 
     def with_options(self, options: CommunicationOptions | None) -> ProcessGroup:
-        """Return the same ranks with other options, where these are not the defaults."""
+        """Return a group of the same ranks, with options that differ from the defaults replaced."""
         if options is None:
             return self
         others = ProcessGroup(self.comm, options.over(self.options))
+        # Shared, because an error agreed through one group is known in the other.
         others._known = self._known
         return others
 
     def start(self) -> None:
-        """Forget the last error: whoever calls has gone on after it."""
+        """Forget the last error, because the caller has continued after it."""
         self._known.clear()
 
     def allreduce(self, arrays: list[Any], op: Any, *, rounded: bool = False) -> list[Any]:
         """Reduce arrays over the ranks.
 
         Args:
-            arrays: of any kinds.
+            arrays: arrays of any library.
             op: `cc.SUM` or `cc.MEAN`.
             rounded: whether they may be compressed.
 
         Returns:
-            New arrays; the given ones if this process is alone.
+            new arrays; the arguments themselves for a single process.
         """
         comm, options = self.comm, self.options
+        # `size` is equal on all ranks, and so is the number of arrays of a collective call.
         if comm is None or comm.size == 1 or not arrays:
             return arrays
         how: dict[str, Any] = {
@@ -87,10 +91,12 @@ class ProcessGroup:
             "compression": options.compression if rounded else cc.NONE,
             "timeout": options.timeout,
         }
+        # An explicit algorithm is for a single array; packing would change the sizes it sees.
         if options.algorithm != "auto":
             return [comm.allreduce(x, algorithm=options.algorithm, **how) for x in arrays]
         results: list[Any] = [None] * len(arrays)
         for pack in options.packs([x.nbytes for x in arrays]):
+            # Each pack has the same arrays on all ranks, since `packs` depends on sizes alone.
             given = comm.grouped_allreduce([arrays[i] for i in pack], **how)
             for i, result in zip(pack, given, strict=True):
                 results[i] = result
@@ -109,24 +115,25 @@ class ProcessGroup:
         return self.comm.broadcast(array, timeout=self.options.timeout)
 
     def raise_together(self, name: str, function: Callable[[], T]) -> T:
-        """Return what a function returns that is *collective* itself.
+        """Call a *collective* function, and return its result.
 
         Raises:
-            Exception: what it raised; on all ranks, also if it raised on one before it came to its
-                first collective operation (see `agree`).
+            Exception: the function's error, on all ranks, even if it was raised on one rank before
+                its first collective operation (see `agree`).
         """
         self.start()
         try:
             return function()
         except Exception as error:
+            # Without an exchange on success, because the function itself is collective.
             self.agree(name, error)
             raise
 
     def run_then_agree(self, name: str, function: Callable[[], T]) -> T:
-        """Return what a function returns, once it has returned on all ranks.
+        """Call a function, wait until all ranks have called it, and return its result.
 
         Raises:
-            Exception: what it raised, on all ranks (see `agree`).
+            Exception: the function's error, on all ranks (see `agree`).
         """
         error = None
         try:
@@ -137,25 +144,29 @@ class ProcessGroup:
         return result
 
     def agree(self, name: str, error: Exception | None = None) -> None:
-        """Make sure that all ranks have come to the same point, without an error.
+        """Synchronize all ranks at a point, and propagate errors.
 
         Cost: one all-reduce of 24 bytes.
 
         Args:
-            name: of the point; its first word begins the message of an error.
-            error: what happened on this rank before it came here.
+            name: name of the point; its first word is the operation in errors.
+            error: error of this rank before the point.
 
         Raises:
             MismatchError: the ranks are at different points; on all ranks.
-            Exception: `error` itself on the ranks that have one, elsewhere its copy; on all ranks.
+            Exception: `error` itself on ranks that have one, a copy on others; on all ranks.
         """
+        # A final error means that messages may never arrive, so this rank raises alone.
         if self.comm is None or self.comm.size == 1 or _is_final(error) or self._knows(error):
             if error is not None:
                 raise error
             return
         operation = name.split()[0].rstrip(":")
+        # Names of points are compared as numbers, so that one all-reduce of fixed size suffices.
         number = zlib.crc32(name.encode())
+        # Repeats: after a mismatch all ranks are at this point, and the second exchange succeeds.
         while True:
+            # MAX of -n is -MIN of n, so one reduction finds the highest and the lowest number.
             mine = np.array([error is not None, number, -number])
             try:
                 failed, high, low = self.comm.allreduce(
@@ -163,12 +174,14 @@ class ProcessGroup:
                 ).tolist()
                 break
             except cc.MismatchError as mismatch:
-                # A rank was inside another operation, which has failed for it, too. It comes here.
+                # A rank was inside another operation, which has failed there; that rank also comes
+                # here.
                 error = mismatch if error is None else error
             except cc.CollectiveError as failure:
                 if error is None:
                     raise
                 raise error from failure
+        # Equal numbers and no failure: the common case ends after one message.
         if not failed and high == -low:
             return
         try:
@@ -184,12 +197,14 @@ class ProcessGroup:
                 cc.MismatchError(f"{operation}: the ranks are not at the same point, got {listed}"),
             )
         except Exception as raised:
+            # Remembered for the callers above, which pass the same error and must not agree again.
             self._known.append(raised)
             raise
 
     def _knows(self, error: BaseException | None) -> bool:
-        """Whether all ranks have been told of this error, or of one that it followed from."""
+        """Return whether all ranks know this error, or one that caused it."""
         while error is not None:
+            # An error may be wrapped on its way up, so look along the chain.
             if any(error is known for known in self._known):
                 return True
             error = error.__cause__ or error.__context__
@@ -197,5 +212,5 @@ class ProcessGroup:
 
 
 def _is_final(error: Exception | None) -> bool:
-    """Whether no operation among these ranks is possible after this error."""
+    """Return whether these ranks cannot communicate after this error."""
     return isinstance(error, cc.CollectiveError) and not isinstance(error, cc.MismatchError)

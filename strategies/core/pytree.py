@@ -3,24 +3,27 @@
 from __future__ import annotations
 
 import sys
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from typing import Any
 
 __all__ = [
     "WHOLE",
+    "child_labels",
+    "children_of",
     "extra_states",
     "is_module",
     "is_pair",
     "leaves",
     "map_leaves",
     "named_leaves",
-    "flatten_registered",
+    "replace_named_leaves",
     "state_dict_of",
     "value_of",
+    "with_children",
     "zip_leaves",
 ]
 
-_EXTRA = "_extra_state"  # its name in a `state_dict()` of PyTorch
+_EXTRA = "_extra_state"  # key in PyTorch's `state_dict()`
 
 WHOLE = "the array"
 """Name of a leaf that is in no structure."""
@@ -34,8 +37,8 @@ def map_leaves(
 ) -> Any:
     """Return the same structure with `function(leaf)` in place of every leaf.
 
-    Tuples (named ones too), lists and dicts are structure unless `is_leaf` is true for them;
-    everything else is a leaf.
+    Tuples (including named ones), lists and dicts are structure unless `is_leaf` is true for them;
+    all other objects are leaves.
 
     Example:
         >>> map_leaves(abs, {"a": [-1, 2], "b": (-3,)})
@@ -49,9 +52,7 @@ def map_leaves(
         return {key: map_leaves(function, value, is_leaf) for key, value in structure.items()}
     if isinstance(structure, (list, tuple)):
         mapped = [map_leaves(function, value, is_leaf) for value in structure]
-        if hasattr(structure, "_fields"):
-            return type(structure)(*mapped)
-        return type(structure)(mapped)
+        return with_children(structure, mapped)
     return function(structure)
 
 
@@ -61,7 +62,7 @@ def zip_leaves(
     operation: str,
     is_leaf: IsLeaf | None = None,
 ) -> Any:
-    """Return one structure with `function(leaves at this place)` in place of every leaf.
+    """Return one structure with `function(leaves at this position)` in place of every leaf.
 
     A node is a leaf if `is_leaf` is true for it in any of the structures.
 
@@ -73,6 +74,7 @@ def zip_leaves(
         [11, (22,)]
     """
     first = structures[0]
+    # Any of them: a replica may return None where another returns a leaf.
     if is_leaf is not None and any(is_leaf(structure) for structure in structures):
         return function(tuple(structures))
     if any(isinstance(structure, (dict, list, tuple)) for structure in structures):
@@ -90,7 +92,7 @@ def zip_leaves(
     if isinstance(first, (list, tuple)):
         columns = zip(*structures, strict=True)
         zipped = [zip_leaves(function, column, operation, is_leaf) for column in columns]
-        return type(first)(*zipped) if hasattr(first, "_fields") else type(first)(zipped)
+        return with_children(first, zipped)
     return function(tuple(structures))
 
 
@@ -103,14 +105,15 @@ def leaves(structure: Any, is_leaf: IsLeaf | None = None) -> list[Any]:
     """
     found: list[Any] = []
     map_leaves(found.append, structure, is_leaf)
+    # The mapped structure is discarded: one traversal serves both functions.
     return found
 
 
 def named_leaves(structure: Any) -> Iterator[tuple[str, Any]]:
     """Yield the leaves of a structure with their names, in an order that is equal on all ranks.
 
-    A name is the way to the leaf. Dicts are sorted by their keys; (name, value) pairs, as of
-    `named_parameters()`, and containers that only JAX knows are structure, too; None is nothing.
+    A name is the path to the leaf. Dicts are sorted by key. (name, value) pairs, as from
+    `named_parameters()`, and containers registered with JAX are also structure; None is skipped.
 
     Example:
         >>> list(named_leaves({"b": [1, None, 2], "a": ("c", 3)}))
@@ -126,46 +129,93 @@ def _name_leaves(node: Any, name: str) -> Iterator[tuple[str, Any]]:
     if is_pair(node):
         children = [node]
     elif isinstance(node, dict):
+        # By text, since keys of different types cannot be compared.
         children = sorted(node.items(), key=lambda item: str(item[0]))
-    elif isinstance(node, (list, tuple)):
-        children = enumerate(node)
-    elif (parts := flatten_registered(node)) is not None:
-        children = enumerate(parts[0])
+    elif (parts := children_of(node)) is not None:
+        children = enumerate(parts)
     else:
         yield name, node
+    # The separator in front of the first level is cut off by `named_leaves`.
     for key, child in children or ():
         yield from _name_leaves(child, f"{name}/{key}")
 
 
+def replace_named_leaves(structure: Any, values: Mapping[str, Any]) -> Any:
+    """Return the same structure with other leaves, given by the names of `named_leaves`."""
+    return _replace_leaves(structure, "", values)
+
+
+def _replace_leaves(node: Any, name: str, values: Mapping[str, Any]) -> Any:
+    if node is None:
+        return None
+    if is_pair(node):
+        return node[0], _replace_leaves(node[1], f"{name}/{node[0]}", values)
+    if isinstance(node, dict):
+        return {key: _replace_leaves(part, f"{name}/{key}", values) for key, part in node.items()}
+    parts = children_of(node)
+    if parts is None:
+        return values[name[1:] or WHOLE]
+    made = [_replace_leaves(part, f"{name}/{i}", values) for i, part in enumerate(parts)]
+    return with_children(node, made)
+
+
 def is_pair(node: Any) -> bool:
-    """Whether this is a name and what it names."""
+    """Return whether an object is a (name, value) pair."""
     return isinstance(node, tuple) and len(node) == 2 and isinstance(node[0], str)
 
 
-def flatten_registered(node: Any) -> tuple[list[Any], Any] | None:
-    """Take apart a container that only JAX knows, such as a state of Flax; None for others."""
+def children_of(node: Any) -> list[Any] | None:
+    """Return the children of a list, tuple or container registered with JAX; None for others."""
+    if isinstance(node, (list, tuple)):
+        return list(node)
+    registered = None if node is None else _flatten_registered(node)
+    return None if registered is None else registered[0]
+
+
+def child_labels(node: Any) -> Callable[[int], Any]:
+    """Return a function from index to label: field names of a named tuple, otherwise the index."""
+    fields = getattr(node, "_fields", None)
+    return (lambda index: index) if fields is None else (lambda index: fields[index])
+
+
+def with_children(node: Any, children: list[Any]) -> Any:
+    """Return a container of the same kind with other children; see `children_of`."""
+    if hasattr(node, "_fields"):
+        return type(node)(*children)
+    if isinstance(node, (list, tuple)):
+        return type(node)(children)
+    registered = _flatten_registered(node)
+    assert registered is not None
+    return sys.modules["jax"].tree_util.tree_unflatten(registered[1], children)
+
+
+def _flatten_registered(node: Any) -> tuple[list[Any], Any] | None:
+    """Flatten a container registered with JAX, such as a Flax state; None for other objects."""
     jax: Any = sys.modules.get("jax")
+    # JAX treats arrays as leaves as well; the check avoids the call for each of them.
     if jax is None or hasattr(node, "shape"):
         return None
+    # `is_leaf` stops below the first level, so that only this container is opened.
     children, tree = jax.tree_util.tree_flatten(node, is_leaf=lambda x: x is not node)
     return None if jax.tree_util.treedef_is_leaf(tree) else (children, tree)
 
 
 def is_module(given: Any) -> bool:
-    """Whether this is a module of PyTorch."""
+    """Return whether an object is a PyTorch module."""
     torch: Any = sys.modules.get("torch")
     return torch is not None and isinstance(given, torch.nn.Module)
 
 
 def state_dict_of(given: Any) -> Any:
-    """Return the tensors of a module of PyTorch by name; any other argument unchanged.
+    """Return the tensors of a PyTorch module by name; other arguments unchanged.
 
-    They include buffers that are not persistent, which its `state_dict()` leaves out.
+    Includes non-persistent buffers, which `state_dict()` omits.
     """
     if not is_module(given):
         return given
     state = {**dict(given.named_buffers()), **given.state_dict()}
     extra = extra_states(given)
+    # The keys of extra state hold arbitrary objects, which are pickled separately.
     return {name: tensor for name, tensor in state.items() if name not in extra}
 
 
@@ -174,18 +224,20 @@ def extra_states(module: Any) -> dict[str, Any]:
     default = sys.modules["torch"].nn.Module.get_extra_state
     return {
         f"{name}.{_EXTRA}" if name else _EXTRA: child
+        # With duplicates, because a module used twice has a name in each place.
         for name, child in module.named_modules(remove_duplicate=False)
         if type(child).get_extra_state is not default
     }
 
 
 def value_of(leaf: Any) -> Any:
-    """Return the array of a variable, other leaves as they are."""
+    """Return the array of a variable; other leaves unchanged."""
+    # Both attributes: tensors of PyTorch have a `name`, and other objects a `value`.
     return leaf.value if hasattr(leaf, "name") and hasattr(leaf, "value") else leaf
 
 
 def _kind(structure: Any) -> str:
-    """Say what a structure is, without its leaves."""
+    """Describe a structure without its leaves."""
     if isinstance(structure, dict):
         return f"dict with keys {sorted(map(str, structure))}"
     if isinstance(structure, (list, tuple)):

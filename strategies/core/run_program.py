@@ -11,17 +11,17 @@ __all__ = ["run"]
 
 
 def run(command: Sequence[str], usage: str | None, prepare: Callable[[], None]) -> int:
-    """Run a program with its arguments, or a module: `-m` and its name come first then.
+    """Run a program with its arguments, or a module after `-m`.
 
-    It finds itself as `__main__`, and modules beside it, as if Python had been started with it.
+    The program is `__main__` and can import modules beside it, as if Python had started it.
 
     Args:
-        command: as it follows `python`; `--help` for the usage.
-        usage: what is printed then, and where there is no program.
+        command: command line after `python`; `--help` prints the usage.
+        usage: text printed for `--help`, and without a program.
         prepare: called before the program.
 
     Returns:
-        The status to exit with; the program may raise `SystemExit` before.
+        exit status; the program may raise `SystemExit` instead.
     """
     asks = command[:1] in (["-h"], ["--help"])
     if asks or not command or command == ["-m"]:
@@ -30,8 +30,10 @@ def run(command: Sequence[str], usage: str | None, prepare: Callable[[], None]) 
     if command[0] != "-m" and not Path(command[0]).exists():
         print(f"no such program, expected a file, got {command[0]!r}", file=sys.stderr)
         return 2  # the status of `python NOFILE`
+    # After the checks: a wrong command must not start MPI.
     prepare()
     if command[0] == "-m":
+        # `python -m` puts the working directory in front, `python FILE` the directory of the file.
         sys.argv, sys.path[0] = list(command[1:]), str(Path.cwd())
         runpy.run_module(command[1], run_name="__main__", alter_sys=True)
     else:

@@ -17,15 +17,15 @@ __all__ = ["Gradient", "Rows", "as_rows", "fits", "checked_rows", "coalesced_che
 
 @dataclass(frozen=True, eq=False)
 class Rows:
-    """A gradient that is zero but for some rows.
+    """A gradient that is zero except in some rows.
 
-    It stands for an array of zeros to which every row is added at its index, so that rows of one
-    index are summed. What `Communicator.sparse_allreduce` returns are its two fields.
+    Equals an array of zeros with every row added at its index, so rows of one index are summed.
+    `Communicator.sparse_allreduce` returns the same two fields.
 
     Attributes:
-        indices: shape (k,), integers >= 0 in host memory, in any order; kept as int64. Inside of a
-            compiled program of JAX, an array there, kept as it is.
-        values: shape (k, ...), a row of the variable for each index, in the variable's memory.
+        indices: shape (k,), integers >= 0 in host memory, in any order; stored as int64. Inside a
+            compiled JAX program, a traced array, stored unchanged.
+        values: shape (k, ...), a row of the variable per index, on the variable's device.
 
     Example:
         >>> import strategies
@@ -42,9 +42,9 @@ class Rows:
     def __post_init__(self) -> None:
         jax = sys.modules.get("jax")
         if jax is not None and isinstance(self.indices, jax.core.Tracer):
-            return  # which has no numbers yet
+            return  # a tracer has no values yet
         indices = np.asarray(self.indices)
-        # An empty list is one of floats, and beside int64 uint64 becomes one, too.
+        # An empty list becomes float64, and uint64 mixed with int64 becomes float64.
         if indices.dtype.kind in "iu" or not indices.size:
             indices = indices.astype(np.int64, copy=False)
         object.__setattr__(self, "indices", indices)
@@ -55,17 +55,17 @@ Gradient: TypeAlias = npt.NDArray[Any] | Rows
 
 
 def as_rows(gradient: Any, operation: str, where: str) -> Any:
-    """Return a sparse tensor of PyTorch as `Rows`, and all else as it is.
+    """Return a sparse PyTorch tensor as `Rows`; other gradients unchanged.
 
-    Such are the gradients of `torch.nn.Embedding(sparse=True)`.
+    `torch.nn.Embedding(sparse=True)` has such gradients.
 
     Args:
-        gradient: anything.
-        operation: beginning of a message.
-        where: end of a message.
+        gradient: the gradient.
+        operation: beginning of an error.
+        where: end of an error.
 
     Raises:
-        TypeError: it is sparse in more than its rows.
+        TypeError: the tensor is sparse in more than its first axis.
     """
     if getattr(gradient, "is_sparse", False) is not True:
         return gradient
@@ -74,28 +74,28 @@ def as_rows(gradient: Any, operation: str, where: str) -> Any:
             f"{operation}: expected a gradient that is sparse in its first axis alone, got one "
             f"that is in {gradient.sparse_dim()} ({where})"
         )
+    # PyTorch keeps repeated indices until `coalesce` adds them.
     whole = gradient.detach().coalesce()
     return Rows(whole.indices()[0].cpu().numpy(), whole.values())
 
 
 def coalesced_checked(rows: Rows, operation: str, where: str, *, length: int | None = None) -> Rows:
-    """Check rows, and return them by increasing index, those of one index summed.
+    """Check rows; return them by increasing index, with rows of one index summed.
 
     Args:
-        rows: as a user gave them, with values that are an array; they are not changed.
-        operation: beginning of a message.
-        where: end of a message.
+        rows: rows with array values; not changed.
+        operation: beginning of an error.
+        where: end of an error.
         length: number of rows of the variable, if known.
 
     Returns:
-        Rows whose indices are int64 without repetition. Where any were summed, 16-bit floats have
-        become float32.
+        rows with unique int64 indices. If rows were summed, 16-bit floats have become float32.
 
     Raises:
         TypeError: the indices are not integers.
-        ValueError: there is not an index for every row, or one is out of range.
+        ValueError: the number of indices is not that of rows, or an index is out of range.
 
-    Order: of a summation, fixed by the order of the rows.
+    Order: the sums depend on the order of the rows alone.
     """
     indices, values = rows.indices, rows.values
     if indices.dtype != np.int64:
@@ -106,6 +106,7 @@ def coalesced_checked(rows: Rows, operation: str, where: str, *, length: int | N
             f"{operation}: expected an index for every row, got shapes {indices.shape} and "
             f"{shape} ({where})"
         )
+    # Negative indices would count from the end in NumPy and fail elsewhere.
     if indices.size and (indices.min() < 0 or (length is not None and indices.max() >= length)):
         raise ValueError(
             f"{operation}: an index is out of range, expected 0 .. "
@@ -116,19 +117,23 @@ def coalesced_checked(rows: Rows, operation: str, where: str, *, length: int | N
 
 
 def coalesced(rows: Rows) -> Rows:
-    """As `coalesced_checked`, without the check."""
+    """Return `coalesced_checked` rows without the checks."""
+    # Copied: the sender may change its indices while the result is in use.
     indices, values = rows.indices.copy(), rows.values
+    # Strictly increasing: neither order nor sums are needed. This is the case after one coalescing.
     if np.all(indices[1:] > indices[:-1]):
         return Rows(indices, values)
+    # Stable, so that rows of one index keep their order and the sum its rounding.
     order = np.argsort(indices, kind="stable")
     indices, values = indices[order], array_ops.take(values, order)
-    # Neighbours of one index two by two, until there are none.
+    # Adds neighbours of one index in pairs, until no index repeats.
     while np.any(same := indices[1:] == indices[:-1]):
         values = array_ops.arithmetic_dtype(values)
         starts = np.flatnonzero(np.concatenate([[True], ~same]))
         lengths = np.diff(starts, append=len(indices))
         second = (np.arange(len(indices)) - np.repeat(starts, lengths)) % 2 == 1
         right, kept = np.flatnonzero(second), np.flatnonzero(~second)
+        # In pairs: log2(k) rounds of vector operations instead of k, and smaller rounding errors.
         sums = array_ops.take(values, right - 1) + array_ops.take(values, right)
         values = array_ops.put(values, right - 1, sums)
         indices, values = indices[kept], array_ops.take(values, kept)
@@ -144,18 +149,18 @@ def checked_rows(
     *,
     cast: bool = False,
 ) -> Any:
-    """Return a gradient that fits its variable; rows `coalesced_checked`.
+    """Return a gradient that fits its variable; rows are `coalesced_checked`.
 
     Args:
-        gradient: an array, or `Rows` of one.
-        shape: of the variable; None for a size, or for all of it, that may be any.
-        dtype: name of the variable's.
-        operation: beginning of a message.
-        where: end of a message.
-        cast: whether the gradient may have another dtype, of the same kind.
+        gradient: an array, or `Rows`.
+        shape: shape of the variable; None for any, for a size or for all of it.
+        dtype: name of the variable's dtype.
+        operation: beginning of an error.
+        where: end of an error.
+        cast: whether the gradient may have another dtype of the same kind.
 
     Raises:
-        ValueError: its shape or dtype differs, an index is out of range, or a scalar gets rows.
+        ValueError: shape or dtype differs, an index is out of range, or a scalar gets rows.
         TypeError: the indices are not integers, or the dtype is of another kind.
     """
     array = gradient.values if isinstance(gradient, Rows) else gradient
@@ -166,6 +171,7 @@ def checked_rows(
             raise ValueError(f"{operation}: a scalar has no rows ({where})")
         length = shape[0] if shape else None
         gradient = coalesced_checked(gradient, operation, where, length=length)
+        # The number of rows is free, the other axes are the variable's.
         expected = None if shape is None else (*has[:1], *shape[1:])
     alike = has == expected or fits(has, expected)
     if cast and not alike:
@@ -186,13 +192,15 @@ def checked_rows(
 
 
 def fits(shape: Sequence[int | None], expected: Sequence[int | None] | None) -> bool:
-    """Whether a shape is as expected, where some sizes, or all of it, may be any."""
+    """Return whether a shape is as expected; None matches any size, or any shape."""
     if expected is None:
         return True
+    # Not strict, because the next line compares the lengths.
     sizes = zip(shape, expected, strict=False)
     return len(shape) == len(expected) and all(None in pair or len({*pair}) == 1 for pair in sizes)
 
 
 def _castable(array: Any, dtype: str) -> bool:
-    """Whether an array can stand for one of another dtype; where it is copied, others refuse."""
+    """Return whether an array can be cast; only NumPy arrays are checked."""
+    # Libraries other than NumPy convert on their device, and raise their own errors.
     return not isinstance(array, np.ndarray) or np.can_cast(array.dtype, dtype, "same_kind")

@@ -9,15 +9,15 @@ __all__ = ["fsspec", "is_url"]
 
 
 def is_url(path: str) -> bool:
-    """Whether this names something behind a URL, such as `s3://bucket/key`."""
+    """Return whether a path is a URL, such as `s3://bucket/key`."""
     return "://" in path
 
 
 def fsspec() -> Any:
-    """Return the package.
+    """Import and return fsspec.
 
     Raises:
-        ImportError: it is not installed; says how to install it.
+        ImportError: fsspec is not installed; names the remedy.
     """
     try:
         return importlib.import_module("fsspec")

@@ -16,7 +16,7 @@ from collectives.core import links, settings, tuning_file
 from collectives.core.links import DEFAULT, LinkCost, Machine
 from collectives.core.settings import Settings
 
-NODE = LinkCost(alpha=1e-6, beta=2e-11, gamma=3e-11, letter=5e-7)
+NODE = LinkCost(alpha=1e-6, beta=2e-11, gamma=3e-11, eager=5e-7)
 FACTS = {"ranks": 2}
 
 
@@ -57,8 +57,7 @@ def test_costs_of_a_byte_are_read(text, expected):
 
 
 @pytest.mark.parametrize(
-    "text",
-    ["", "us", "-2us", "0", "0us", "2h", "nan", "inf", "1e999", "2us3", "1.2us.", "8B/s"],
+    "text", ["", "us", "-2us", "0", "0us", "2h", "nan", "inf", "1e999", "2us3", "1.2us.", "8B/s"]
 )
 def test_what_is_no_time_is_refused(text):
     with pytest.raises(ValueError, match=r"not a time, expected one above 0 as 2us.*got "):
@@ -77,12 +76,12 @@ def test_settings_describe_links():
     read = settings.from_environment(
         {
             "UNISONO_TUNED": " off ",
-            "UNISONO_NODE_LINK": "alpha=2us, beta=8GB/s,gamma=30GB/s,letter=500ns",
+            "UNISONO_NODE_LINK": "alpha=2us, beta=8GB/s,gamma=30GB/s,eager=500ns",
             "UNISONO_NETWORK_LINK": "beta=100Gbit/s",
         }
     )
     assert read.tuned == "off"
-    assert read.node_link == {"alpha": 2e-6, "beta": 1 / 8e9, "gamma": 1 / 30e9, "letter": 5e-7}
+    assert read.node_link == {"alpha": 2e-6, "beta": 1 / 8e9, "gamma": 1 / 30e9, "eager": 5e-7}
     assert read.network_link == {"beta": 8e-11}
     assert read.links.machine == DEFAULT
 
@@ -117,8 +116,8 @@ def test_what_is_written_is_read_again(tmp_path):
 
 def test_a_file_of_a_version_without_letters_is_read(tmp_path):
     file = tmp_path / "cluster.json"
-    tuning_file.write(file, {"node": NODE._replace(letter=math.inf)}, FACTS)
-    assert "letter" not in file.read_text()
+    tuning_file.write(file, {"node": NODE._replace(eager=math.inf)}, FACTS)
+    assert "eager" not in file.read_text()
     assert (
         tuning_file.read(file)["node"].compiled().alpha == NODE.alpha
     )  # as dear as messages of Python

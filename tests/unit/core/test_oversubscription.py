@@ -97,8 +97,7 @@ def warnings(tmp_path, how, **extra):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
     unset = dict.fromkeys(("OMP_NUM_THREADS", "OPENBLAS_NUM_THREADS", "MKL_NUM_THREADS"), "")
-    result = mpirun(2, program, how, **{**unset, **extra})
-    assert result.status == 0, result.stderr
+    result = mpirun(2, program, how, **{**unset, **extra}).checked()
     return [line for line in result.stderr.splitlines() if "threads" in line]
 
 
@@ -121,6 +120,5 @@ def test_one_thread_for_each_rank_is_no_crowd(tmp_path):
 def test_a_slip_in_the_name_of_a_setting_is_told_once(tmp_path):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    result = mpirun(2, program, "unbound", UNISONO_TIMOUT="5")
-    assert result.status == 0, result.stderr
+    result = mpirun(2, program, "unbound", UNISONO_TIMOUT="5").checked()
     assert result.stderr.count("UNISONO_TIMOUT is not read, expected UNISONO_TIMEOUT") == 1

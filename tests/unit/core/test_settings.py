@@ -27,6 +27,7 @@ def test_every_variable_is_read():
             "UNISONO_RECORDER_DIR": "records",
             "UNISONO_TIMELINE": "timeline",
             "UNISONO_ABORT_ON_EXCEPTION": "0",
+            "UNISONO_TRACEBACK": "full",
             "UNISONO_MPI_SETTINGS": "0",
             "UNISONO_CUDA_AWARE": "on",
             "UNISONO_NCCL": "on",
@@ -36,8 +37,8 @@ def test_every_variable_is_read():
         }
     )
     expected = settings.Settings(
-        1.5, 7.0, "sample", None, "plain", "records", "timeline", False, False, cuda_aware="on",
-        nccl="on", wait_limit=2.0, call_threads=5, update_threads=3,
+        1.5, 7.0, "sample", None, "plain", "records", "timeline", False, "full", False,
+        cuda_aware="on", nccl="on", wait_limit=2.0, call_threads=5, update_threads=3,
     )  # fmt: skip
     assert read == expected
 
@@ -52,6 +53,7 @@ def test_every_variable_is_read():
         ("UNISONO_CHECK", "never", "must be one of off sample always"),
         ("UNISONO_STORES", "fast", "must be one of auto plain streaming"),
         ("UNISONO_ABORT_ON_EXCEPTION", "yes", "expected 0 or 1"),
+        ("UNISONO_TRACEBACK", "1", "must be one of short full"),
         ("UNISONO_CUDA_AWARE", "yes", "must be one of auto on off"),
         ("UNISONO_NCCL", "1", "must be one of on off"),
         ("UNISONO_WAIT_LIMIT", "0", "expected seconds > 0"),

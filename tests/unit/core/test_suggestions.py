@@ -44,11 +44,9 @@ def test_names_of_no_library_get_no_answer():
     assert not hasattr(cc, "_all_reduce")
 
 
-def test_other_names_are_neither_listed_nor_looked_up_by_a_hook():
-    def check(comm):
-        assert not hasattr(comm, "bcast")
-        assert not suggestions.FOREIGN_NAMES & set(dir(comm))
-        # With it, every look-up of an attribute of a communicator takes longer.
-        assert not any("__getattr__" in vars(kind) for kind in type(comm).__mro__)
-
-    inprocess.run_ranks(1, check)
+@inprocess.on_ranks(1)
+def test_other_names_are_neither_listed_nor_looked_up_by_a_hook(comm):
+    assert not hasattr(comm, "bcast")
+    assert not suggestions.FOREIGN_NAMES & set(dir(comm))
+    # With it, every look-up of an attribute of a communicator takes longer.
+    assert not any("__getattr__" in vars(kind) for kind in type(comm).__mro__)
