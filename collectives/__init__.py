@@ -84,25 +84,22 @@ __all__ = [
     "is_fault_tolerant",
     "timeline_span",
 ]
+# `world.__all__` is maintained there, beside the functions.
 __all__ += world.__all__
 
+# At the import, because a program may compile before it calls `init`.
 exclude_packages()
 
 
+# Type checkers would otherwise accept any name.
 if not TYPE_CHECKING:
 
     def __getattr__(name: str) -> None:
-        """Name what an attribute that does not exist is called here: `cc.AVG` is `cc.MEAN`."""
-        raise suggestions.unknown(f"module {__name__!r}", name, sys.modules[__name__])
-
-
-if not TYPE_CHECKING:
-
-    def __getattr__(name: str) -> None:
-        """Name what an attribute that does not exist is called here: `cc.AVG` is `cc.MEAN`."""
+        """Raise an error that suggests the name in this package: `cc.AVG` is `cc.MEAN`."""
         raise suggestions.unknown(f"module {__name__!r}", name, sys.modules[__name__])
 
 
 def __dir__() -> list[str]:
-    """Return what is public, without the modules that it comes from."""
+    """Return the public names, without the modules that define them."""
+    # `dir` and completion show public names only.
     return __all__

@@ -65,20 +65,25 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
     """
     from mpi4py import MPI
 
+    # Before any message, so that a mistake does not hang the other ranks.
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"from_mpi: expected a communicator of mpi4py, got {comm!r}")
     numbers = processes.checked_ranks(comm, "from_mpi")
+    # The leader of a node is its lowest rank.
     node = comm.Split_type(MPI.COMM_TYPE_SHARED, comm.Get_rank())
     leader = np.array([comm.Get_rank()])
     node.Bcast(leader, 0)
     node.Free()
     leaders = np.empty(comm.Get_size(), leader.dtype)
     comm.Allgather(leader, leaders)
+    # Children of this process inherit the mark, and must not call `init`.
     processes.mark_children()
     transport = MpiTransport(comm)
+    # None means that the ranks are those of the world, in their order.
     if numbers != list(range(len(numbers))):
         transport.world = numbers
     settled = negotiate(configuration or settings.from_environment(), transport, leaders.tolist())
+    # Not `init`: no exception hook and no failure detector.
     return Communicator(Group(transport, leaders.tolist(), settled))
 
 
@@ -89,6 +94,7 @@ def group_of(comm: Communicator) -> Group:
 
 def open_communicators() -> list[Communicator]:
     """Return the communicators of this process that can still be used."""
+    # A copy, because communicators may be collected meanwhile.
     return [comm for comm in list(_communicators) if comm.failure is None]
 
 
@@ -102,6 +108,7 @@ class _Operation(Generic[P, R]):
     def __init__(self, function: Callable[Concatenate[Any, P], R]) -> None:
         self._function = function
 
+        # For documentation, and for calls on the class.
         @functools.wraps(function)
         def on_communicator(comm: Communicator, /, *args: P.args, **options: P.kwargs) -> R:
             return function(comm._group, *args, **options)
@@ -114,6 +121,7 @@ class _Operation(Generic[P, R]):
     def __get__(self, comm: Communicator | None, owner: type) -> Any:
         if comm is None:
             return self._unbound
+        # In `__dict__`, so that later accesses find the bound method there.
         bound = vars(comm)[self._name] = MethodType(self._function, comm._group)
         return bound
 
@@ -155,6 +163,7 @@ class Communicator:
         self.rank, self.size = group.rank, group.size
         self.local_rank, self.local_size = group.local_rank, group.local_size
         self.node_rank, self.num_nodes = group.node_rank, group.num_nodes
+        # Weak, so that a dropped communicator is freed.
         _communicators.add(self)
 
     @property
@@ -168,7 +177,7 @@ class Communicator:
         return self._group.unusable
 
     def __copy__(self) -> Communicator:
-        """Return this communicator: it belongs to the process, not to what holds it."""
+        """Return this communicator: it belongs to the process, not to the object that holds it."""
         return self
 
     def __deepcopy__(self, memo: dict[int, object]) -> Communicator:
@@ -178,6 +187,7 @@ class Communicator:
     if not TYPE_CHECKING:
 
         def __dir__(self) -> list[str]:
+            # Foreign names exist only to explain themselves.
             return [name for name in super().__dir__() if name not in suggestions.FOREIGN_NAMES]
 
     def __repr__(self) -> str:
@@ -246,7 +256,7 @@ class Communicator:
             key: 64-bit integer that orders the new ranks; ties keep the order of the old ranks.
 
         Returns:
-            The communicator of the new group; None where `color` is None.
+            The communicator of the new group; None without a color.
 
         Raises:
             TypeError: color or key is not an integer; MismatchError on the other ranks.
@@ -342,7 +352,9 @@ class Communicator:
         """
         group = self._group
         own = group.state_of(_OfMpi)
+        # A freed communicator of mpi4py is false.
         if not own.comm:
+            # A call of its own, so that all ranks agree before MPI's collective `Dup`.
             with call.begin_call(group, "to_mpi") as calling:
                 calling.describe()
                 calling.agree()
@@ -352,10 +364,13 @@ class Communicator:
     def close(self) -> None:
         """Free the communicator; *collective*. Calling it again has no effect."""
         group = self._group
+        # Another thread's call must end first.
         if group.unusable is None:
             group.check_free("close")
+        # First the threads and requests, which use the group's messages.
         group.close_state_of(request_thread)
         group.close_state_of(P2PEndpoint)
+        # `close` is collective, so an unusable group only ends its threads.
         if group.unusable is None:
             group.close()
 
@@ -366,6 +381,7 @@ class Communicator:
         self.close()
 
 
+# Set after the class, because a loop inside would leave its variable as an attribute.
 for _name in suggestions.FOREIGN_NAMES:
     setattr(Communicator, _name, suggestions.ForeignName(_name))
 
@@ -380,6 +396,6 @@ class _OfMpi:
         """Free it, unless the caller has freed it or MPI has finalized; *collective*."""
         from mpi4py import MPI
 
-        if self.comm and not MPI.Is_finalized():  # false where it was freed
+        if self.comm and not MPI.Is_finalized():  # a freed communicator is false
             self.comm.Free()
         self.comm = None

@@ -14,11 +14,17 @@ from __future__ import annotations
 
 from typing import TypeVar
 
+from collectives import world
+from collectives.arrays.torch_adapter import as_tensor, elements_of
 from collectives.calls.call import begin_call
 from collectives.channel import channel
 from collectives.channel.channel import Channel
-from collectives.communicator import Communicator, group_of
+from collectives.communicator import Communicator, group_of, open_communicators
+from collectives.core.background_threads import BackgroundThread
 from collectives.core.errors import LaunchError, in_turn
+from collectives.core.process_hooks import in_child
+from collectives.core.references import is_referenced_elsewhere
+from collectives.launch import processes
 from collectives.launch.launcher import launcher_world_size
 from collectives.tracing.call_sites import (
     CallOrigin,
@@ -29,14 +35,20 @@ from collectives.tracing.call_sites import (
 )
 
 __all__ = [
+    "BackgroundThread",
     "CallOrigin",
     "Channel",
+    "as_tensor",
     "caller",
     "calls_from",
     "check_usable",
     "collective_error",
+    "comm_or_world",
     "current_origin",
     "describe_ranks",
+    "elements_of",
+    "in_child",
+    "is_referenced_elsewhere",
     "known_as",
     "launcher_world_size",
     "node_leaders",
@@ -57,10 +69,12 @@ def open_channel(comm: Communicator) -> Channel:
     Raises:
         LaunchError: MPI was started without support for several threads.
     """
+    # A channel outlives the calls of the communicator.
     group = group_of(comm)
     with begin_call(group, "open_channel") as call:
         call.describe()
         call.agree()
+        # After the agreement, because opening is collective.
         mailbox = group.transport.open_mailbox()
         return channel.open_channel(
             group.transport, mailbox, group.leaders, call.deadline, group.dead_here
@@ -86,6 +100,7 @@ def collective_error(comm: Communicator, error: E, first: int = 0) -> E:
     Returns:
         The error.
     """
+    # In the order of ranks, beginning with `first`.
     return in_turn(error, (comm.rank - first) % comm.size)
 
 
@@ -98,8 +113,30 @@ def check_usable(comm: Communicator, operation: str) -> None:
     group_of(comm).check_usable(operation)
 
 
+def comm_or_world(comm: Communicator | None, operation: str) -> Communicator:
+    """Return `comm`; for None the communicator of all processes of the job.
+
+    Raises:
+        ValueError: `comm` is None, and the program has called `from_mpi` with some of the processes
+            instead of `init`: it would silently get all of them, or wait for processes that do
+            something else.
+    """
+    if comm is not None:
+        return comm
+    if not world.is_initialized():
+        known = open_communicators()
+        # Without a communicator MPI need not have started.
+        if known and all(one.size < processes.number_of_processes() for one in known):
+            raise ValueError(
+                f"{operation}: comm is missing, expected comm=: the program has a communicator of "
+                "some processes, by from_mpi, and has not called init() for all"
+            )
+    return world.init()
+
+
 def supports_threads(comm: Communicator) -> bool:
     """Return whether several threads may send messages (MPI_THREAD_MULTIPLE)."""
+    # By the error of the transport, which knows MPI's level.
     try:
         group_of(comm).transport.check_threads("supports_threads")
     except LaunchError:
@@ -117,4 +154,5 @@ def uses_messages(comm: Communicator) -> bool:
 
 def node_leaders(comm: Communicator) -> list[int]:
     """Return one integer per rank; two ranks have the same integer if they share a node."""
+    # A copy, because callers may change it.
     return list(group_of(comm).leaders)

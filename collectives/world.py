@@ -11,7 +11,7 @@ from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from collectives.communicator import Communicator, from_mpi, group_of, open_communicators
-from collectives.core import oversubscription, settings
+from collectives.core import other_projects, oversubscription, settings
 from collectives.launch import abort_hook, processes
 from collectives.launch.open_mpi import is_fault_tolerant
 from collectives.operations import timeline_control
@@ -93,33 +93,36 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _world: Communicator | None = None
-_members: list[int] = []  # its processes, by their numbers among all
+_members: list[int] = []  # processes of the world, by their numbers in MPI_COMM_WORLD
 
 
 def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
-    """Start MPI if needed, and return the communicator over all processes of the job, or some.
+    """Start MPI if needed, and return the communicator of all or some processes of the job.
 
-    *Collective* at the first call, over the processes that take part; later calls return the same
-    object. The launch is checked (see `collectives.launch.launcher`), and from here on an
-    uncaught exception on one rank ends the whole job. Rank 0 warns of environment variables that
-    look like ours and that nothing reads, one rank of each node of more threads than cores (see
-    `collectives.core.oversubscription`).
+    The first call is *collective* over the processes of the world; later calls return the same
+    object. `init` checks the launch (see `collectives.launch.launcher`). From here on, an uncaught
+    exception on one rank aborts the whole job. Rank 0 warns of unknown environment variables that
+    resemble settings, and of other projects with the names of these packages. One rank of each node
+    warns of more threads than cores (see `collectives.core.oversubscription`).
 
     Args:
-        comm: the processes that are the world of this package: a communicator of mpi4py, which
-            stays the caller's own, or numbers of processes in `MPI.COMM_WORLD`, in their new order;
-            then only these call. None for all processes.
+        comm: processes of the world: an mpi4py communicator, which remains the caller's, or process
+            numbers in `MPI.COMM_WORLD`, in their new order; then only these processes call `init`.
+            None for all processes.
 
     Raises:
-        LaunchError: a launcher started several processes, but MPI sees one; or there is no MPI
-            library; or this process is a child of a rank; or settings that must be equal differ
+        LaunchError: a launcher started several processes, but MPI sees one; or no MPI library is
+            installed; or this process is a child of a rank; or settings that must be equal differ
             (on all ranks).
-        TypeError: `comm` is neither a communicator of mpi4py nor a sequence of integers.
-        ValueError: an environment variable of Unisono cannot be understood, or the file of
-            `python -m collectives tune` is damaged; or this process is not in `comm`; or there is a
-            world of other processes already.
+        TypeError: `comm` is neither an mpi4py communicator nor a sequence of integers.
+        ValueError: an environment variable of Unisono is invalid, or the file of
+            `python -m collectives tune` is damaged; or this process is not in `comm`; or a world of
+            other processes exists.
+        OSError: a file of `UNISONO_TIMELINE` cannot be written; the other ranks raise
+            `MismatchError`, and no world exists afterwards.
     """
     global _world, _members
+    # Later calls must name the same processes, or none.
     if _world is not None:
         if comm is not None and (given := processes.checked_ranks(comm)) != _members:
             raise ValueError(
@@ -127,31 +130,48 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
                 "shutdown() first"
             )
         return _world
+    # Before MPI starts, so that a wrong variable is found at once.
     configuration = settings.from_environment()
     all_processes = processes.start_mpi(configuration)
+    # The caller's communicator, or one of these processes.
     ranks = all_processes if comm is None else processes.sub_communicator(comm)
     _members = processes.checked_ranks(ranks)
+    # The detector needs all processes: it uses messages among them.
     if len(_members) == all_processes.Get_size():
         failure_detector.install(all_processes, recorder.last_call, is_fault_tolerant())
+    # Set before the steps below, which need a world.
     _world = from_mpi(ranks, configuration)
     if failure_detector.current is not None and (
         _world.num_nodes > 1 or _world.settings.shared_memory is None
-    ):  # elsewhere notes in shared memory show it
+    ):  # otherwise notes in shared memory show it
         failure_detector.current.answer_while_compiling()
-    # By its number among all: worlds of other processes may write beside it.
+    # By the number among all processes, because worlds of other processes may write files beside
+    # it.
     recorder.install(all_processes.Get_rank(), all_processes.Get_size(), configuration.recorder_dir)
     if configuration.abort_on_exception:
-        abort_hook.abort_on_exception(all_processes)
-    warnings = settings.unknown_variables(os.environ) if _world.rank == 0 else []
+        abort_hook.abort_on_exception(all_processes, configuration.traceback)
+    # One rank warns, because all ranks have the same environment as a rule.
+    warnings = []
+    if _world.rank == 0:
+        warnings += settings.unknown_variables(os.environ)
+        warnings += [f"init: {text}" for text in other_projects.conflicts()]
+    # Collective inside each node, so all ranks call it.
     for text in filter(None, [*warnings, oversubscription.warning_for(ranks, os.environ)]):
         log.warning("[%d/%d] %s", _world.rank, _world.size, text)
+    # Negotiated: either all ranks start a timeline or none.
     if _world.settings.timeline is not None:
-        timeline_control.start(group_of(_world), _world.settings.timeline)
+        try:
+            timeline_control.start(group_of(_world), _world.settings.timeline)
+        except BaseException:
+            # Otherwise the next `init` would return a world without the timeline.
+            shutdown()
+            raise
     return _world
 
 
 def _reduce(comm: Communicator) -> tuple[Callable[..., Communicator], tuple[Any, ...]]:
-    """Pickle the world as `init()`, another communicator as its name and ranks."""
+    """Pickle the world as `init()`, and other communicators as name and ranks."""
+    # The world of another process is created by its own `init`.
     if comm is _world:
         return init, ()
     return _find_open, _name_and_ranks(comm)
@@ -166,11 +186,12 @@ def _find_open(name: str, ranks: list[int]) -> Communicator:
     """Return the open communicator of this process with this name and these ranks.
 
     Raises:
-        ValueError: there is none, as in another job, or there are several.
+        ValueError: none matches, as in another job, or several match.
     """
     found = [
         comm
         for comm in open_communicators()
+        # The world is pickled as `init()`, never by its name.
         if comm is not _world and _name_and_ranks(comm) == (name, ranks)
     ]
     if len(found) != 1:
@@ -181,29 +202,32 @@ def _find_open(name: str, ranks: list[int]) -> Communicator:
     return found[0]
 
 
+# By `copyreg`, because `__reduce__` in `communicator` could not know the world.
 copyreg.pickle(Communicator, _reduce)
 
 
 def shutdown() -> None:
-    """Close the world communicator; *collective*, harmless when there is none.
+    """Close the world communicator; *collective*, harmless without a world.
 
-    MPI itself goes on until the process ends; `init` may be called again.
+    MPI runs until the process ends, so you may call `init` again.
     """
     global _world
     if _world is not None:
+        # First None, so that an error below leaves no half-closed world.
         world, _world = _world, None
+        # Before the group closes, because the clocks are compared once more.
         timeline_control.stop(group_of(world))
         world.close()
 
 
 def is_initialized() -> bool:
-    """Tell whether `init` was called."""
+    """Return whether a world exists."""
     return _world is not None
 
 
 def _current() -> Communicator:
     if _world is None:
-        raise RuntimeError("collectives: there is no world yet; call collectives.init() first")
+        raise RuntimeError("collectives: not initialized; call collectives.init() first")
     return _world
 
 
@@ -238,30 +262,31 @@ def num_nodes() -> int:
 
 
 def start_timeline(directory: str | os.PathLike[str]) -> None:
-    """Let every rank write down when its calls begin, wait, reduce, copy and end.
+    """Record the start, waits, reductions, copies and end of every rank's calls.
 
-    *Collective*: all ranks of the world. The files, `rank-0.json` and so on, are for Perfetto and
-    Chrome; `python -m collectives timeline DIRECTORY` makes one of them, and says who waited for
-    whom. Files that an earlier timeline left in the directory are written over.
+    *Collective*: all ranks of the world. Perfetto and Chrome show the files `rank-0.json` and so
+    on. `python -m collectives timeline DIRECTORY` merges the files, and prints which rank waited
+    for which. Files of an earlier timeline in the directory are overwritten.
 
     Args:
-        directory: made where it is missing; best one that all nodes share.
+        directory: created if missing; preferably shared by all nodes.
 
     Raises:
         RuntimeError: `init` was not called.
-        ValueError: there is a timeline already.
-        OSError: a file cannot be written; MismatchError on the other ranks.
+        ValueError: a timeline is already running.
+        OSError: a file cannot be written; the other ranks raise `MismatchError`.
 
-    Cost: of a call 7 to 30 us, and 400 to 1,100 bytes (`docs/timeline.md`).
+    Cost: 7 to 30 us and 400 to 1,100 bytes per call (`docs/timeline.md`).
     """
     timeline_control.start(group_of(_current()), os.fspath(directory))
 
 
 def stop_timeline() -> None:
-    """End the timelines that `start_timeline` or `UNISONO_TIMELINE` has begun.
+    """Stop the timelines that `start_timeline` or `UNISONO_TIMELINE` has started.
 
-    *Collective*: all ranks of the world; harmless where there is none. Also done by `shutdown`. A
-    program that ends without has complete files, whose nodes' clocks are compared less well.
+    *Collective*: all ranks of the world; harmless without a timeline. `shutdown` also does it. If
+    the program ends without either, the files are complete, but clocks of nodes are less well
+    aligned.
     """
     timeline_control.stop(group_of(_current()))
 
@@ -270,12 +295,13 @@ def _on_world(method: Callable[Concatenate[Communicator, P], R]) -> Callable[P, 
     name = method.__name__
 
     def function(*args: P.args, **kwargs: P.kwargs) -> R:
+        # Looked up in each call, because the world may be replaced.
         bound: Callable[P, R] = getattr(_current(), name)
         return bound(*args, **kwargs)
 
     function.__name__ = function.__qualname__ = name
     function.__doc__ = method.__doc__
-    # For help(), editors and notebooks: the method's, without `self`.
+    # For help(), editors and notebooks: the signature of the method without `self`.
     signature = inspect.signature(method)
     own = list(signature.parameters.values())[1:]
     vars(function)["__signature__"] = signature.replace(parameters=own)
@@ -285,10 +311,12 @@ def _on_world(method: Callable[Concatenate[Communicator, P], R]) -> Callable[P, 
 _shrink = _on_world(Communicator.shrink)
 
 
+# `wraps` gives the signature of the method; the body must also replace the world.
 @functools.wraps(_shrink)
 def shrink(*, timeout: float | None = None) -> Communicator:  # noqa: D103  (the method's)
     global _world, _members
     _world = _shrink(timeout=timeout)
+    # By the world numbers, which `init` compares.
     _members = list(group_of(_world).world_ranks)
     return _world
 

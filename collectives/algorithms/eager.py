@@ -1,23 +1,26 @@
 """Eager protocol for small operations: exchange, compare and combine in one compiled call.
 
-Python takes some microseconds for each message that it starts and waits for, as long as a message
-itself takes between two machines. So compiled code calls MPI: it exchanges *eager messages* with a
-partner at twice the distance in every round (`topology.doubling`), until each rank has what all
-bring.
+Python takes some microseconds to start and complete a message, as long as the message itself takes
+between two machines. So compiled code calls MPI. In every round it exchanges *eager messages* with
+a partner at twice the distance (`topology.doubling`), until each rank has all contributions.
 
     bytes of a message   0      8       16
                          hash   ~hash   contribution
 
-Where two hashes are alike, so are the layouts of the contributions, and they are combined; where
-they differ, nobody looks at the contributions any more, and both words become the smaller one, so
-that all ranks find out: min(~h) is ~max(h). A rank receives up to the longest message there may
-be, since ranks that mean different calls send messages of different lengths.
+Equal hashes mean equal layouts of the contributions, which are then combined. If hashes differ,
+contributions are ignored from then on. Both words become the smaller one, so that all ranks detect
+the difference: min(~h) is ~max(h). A rank posts receives of the longest possible message, because
+ranks in different calls send messages of different lengths.
 
 Cost: log2 P messages for a power of two, up to two more otherwise. An all-reduce between two
-machines at 1 Gbit/s, in us: 8 bytes 123 with messages from Python, 17.5 so, 13.3 by MPI, which
-compares nothing; 4 KiB 133, 29.6, 41.6; 64 KiB 576, 552, 548.
+machines at 1 Gbit/s, in us (MPI compares no calls):
 
-Order: that of recursive doubling; the same bits on all ranks.
+              from Python    eager      MPI
+    8 bytes           123     17.5     13.3
+    4 KiB             133     29.6     41.6
+    64 KiB            576      552      548
+
+Order: as recursive doubling; the same bits on all ranks.
 
 Source: R. Thakur, R. Rabenseifner, W. Gropp, "Optimization of collective communication operations
 in MPICH", Int. J. High Perform. Comput. Appl. 19 (2005), section 4.
@@ -52,30 +55,30 @@ __all__ = ["HEAD_BYTES", "EagerBlock", "EagerExchange", "seconds"]
 
 HEAD_BYTES = 16
 
-# Status that the compiled code returns. WAITING: it has polled for long, call it again.
+# Status that the compiled code returns. WAITING: it has polled for long; call it again.
 DONE, WAITING, DIFFERENT, FAILED = range(4)
 
 # The two directions of a message.
 RECEIVE, SEND = range(2)
 
-# A call, as integers of 64 bits.
+# A call, as 64-bit integers.
 BLOCK = np.dtype(
     [
-        # How MPI is called, the same in all calls of a transport (`transport.NativeMpi`):
+        # MPI functions and handles, the same in all calls of a transport (`transport.NativeMpi`):
         ("isend", "i8"),
         ("irecv", "i8"),
         ("test", "i8"),
         ("comm", "i8"),
         ("byte", "i8"),
         ("tag", "i8"),
-        # The same, of this module:
+        # Set by this module, the same in all calls:
         ("steps", "i8"),  # address of rows of STEP
         ("step_count", "i8"),
         ("message", "i8"),  # address of this rank's message
         ("landing", "i8"),  # address of the memory for the next message of another rank
         ("longest_bytes", "i8"),  # of a message
-        ("polls", "i8"),  # of MPI in a wait
-        ("yields", "i8"),  # polls after these that yield the core, before the kernel returns
+        ("polls", "i8"),  # polls of MPI in a wait
+        ("yields", "i8"),  # further polls with a yield of the core, before the kernel returns
         # The arguments of the call:
         ("hash", "i8"),
         ("inverse_hash", "i8"),
@@ -89,7 +92,7 @@ BLOCK = np.dtype(
         # The progress of the call, 0 before it:
         ("step", "i8"),
         ("phase", "i8"),
-        ("pending", "i8", 2),  # by direction: whether a message is under way
+        ("pending", "i8", 2),  # by direction: whether a message is pending
         ("requests", "i8", 2),  # by direction: handles of MPI, of 4 or 8 bytes
         ("flag", "i8"),  # the int that MPI_Test sets
         ("status", "i8", 8),  # longer than any MPI's MPI_Status
@@ -100,15 +103,15 @@ BLOCK = np.dtype(
 
 Block = structure(BLOCK)
 
-# What becomes of the message of another rank: it is dropped, combined behind or before the own one,
-# or taken as the result.
+# Use of a received message: dropped, combined as the right or left operand of the own one, or taken
+# as the result.
 NOTHING, BEHIND, BEFORE, RESULT = range(4)
 
-# A step: the ranks that messages go to and come from, -1 for none, and what becomes of the second.
+# A step: destination and source of its messages, -1 for none, and the use of the received one.
 STEP = np.dtype([("dest", "i8"), ("source", "i8"), ("then", "i8")], align=True)
 
-# Looks at MPI, 0.1 to 0.3 us each, before the core is given away between them, and before Python
-# looks after the other ranks.
+# Polls of MPI, 0.1 to 0.3 us each: without yields, then with yields, before the kernel returns to
+# Python, which checks the other ranks.
 _POLLS, _YIELDS = 200, 200
 
 _ALIGNMENT = 64
@@ -119,19 +122,19 @@ _double: Callable[[], Kernel] = functools.partial(
 
 
 class EagerBlock:
-    """A small operation, ready but for addresses and hash.
+    """A prepared small operation without addresses and hash.
 
     Args:
-        exchange: that sends it.
-        dtype: of the contributions.
-        count: of their elements.
-        op: how they are combined.
-        fill: whether contributions are what the caller brings; else they are prepared, MEAN
+        exchange: the exchange that runs it.
+        dtype: dtype of the contributions.
+        count: number of their elements.
+        op: the reduction.
+        fill: whether the kernel prepares contributions; False if the caller has prepared them, MEAN
             divided.
 
     Attributes:
         fields: a `Block`.
-        address: of the block, for the kernel.
+        address: address of the block, for the kernel.
     """
 
     def __init__(
@@ -144,6 +147,7 @@ class EagerBlock:
         fill: bool,
     ) -> None:
         found = loops(dtype, op.value)
+        # A copy of the template, because progress and addresses belong to one call.
         self.fields = Block.from_buffer_copy(exchange.template)
         self.fields.count, self.fields.itemsize = count, dtype.itemsize
         self.fields.fill, self.fields.add = found.fill if fill else 0, found.add
@@ -151,20 +155,22 @@ class EagerBlock:
 
 
 class EagerExchange:
-    """Exchanges eager messages among the ranks of a transport.
+    """Exchange of eager messages among the ranks of a transport.
 
     Args:
-        transport: whose messages compiled code can send; see `Transport.native_mpi`. Of a part of a
-        group
-            the ranks go, and are named, by the numbers that they have in the whole.
+        transport: the ranks; it must have `native_mpi`. Messages and errors use the rank numbers of
+            its parent.
         most: bytes of the longest contribution.
     """
 
     def __init__(self, transport: Transport, most: int) -> None:
+        # All ranks return None, or none does; the caller has asked before.
         calls = transport.native_mpi
         assert calls is not None
         self.kernel = _double()
+        # Parts of a group use the messages of the whole, whose ranks have other numbers.
         self._transport = transport.parent
+        # -1 at the end: `number[-1]` maps "no rank" to itself.
         number = [*(transport.parent_rank(rank) for rank in range(transport.size)), -1]
         steps = [
             (number[dest], number[source], then)
@@ -173,8 +179,10 @@ class EagerExchange:
         self._steps = np.array(steps, STEP)
         longest = HEAD_BYTES + most
         stride = -(-longest // _ALIGNMENT) * _ALIGNMENT
+        # Two messages, each at a cache line, and room to align them.
         self._memory = np.empty(2 * stride + 2 * _ALIGNMENT, np.uint8)
         first = -(-address(self._memory) // _ALIGNMENT) * _ALIGNMENT
+        # The head ends at a multiple of 64 bytes, so the contribution begins at one.
         first += _ALIGNMENT - HEAD_BYTES  # so that contributions are aligned
         self.template = Block(
             **calls._asdict(),
@@ -191,20 +199,21 @@ class EagerExchange:
     def reduce(
         self, hashes: tuple[int, int], data: Array, op: Op, deadline: Deadline
     ) -> Array | None:
-        """Compare a call, and combine what the ranks bring on the way.
+        """Compare a call, and combine all ranks' contributions in the same messages.
 
         Args:
             hashes: the two words of this rank's message.
-            data: shape (n,), contiguous, prepared for `op`; n and dtype follow from the call.
-            op: how it is combined.
-            deadline: of the wait.
+            data: shape (n,), contiguous, prepared for `op`; the hash covers n and dtype.
+            op: the reduction.
+            deadline: limit of the wait.
 
         Returns:
-            The combination, shape (n,); None where the ranks describe different calls.
+            the reduction, shape (n,); None if the ranks' calls differ.
 
         Raises:
             As `Transport.wait`.
         """
+        # A block per call, because `reduce` serves calls of all sizes.
         block = EagerBlock(self, data.dtype, data.size, op, fill=False)
         result = np.empty_like(data)
         block.fields.hash, block.fields.inverse_hash = hashes
@@ -212,7 +221,7 @@ class EagerExchange:
         return result if self.exchange(block, deadline) else None
 
     def exchange(self, block: EagerBlock, deadline: Deadline) -> bool:
-        """Carry out a call; returns and raises as `run`."""
+        """Run a call from its start; returns and raises as `run`."""
         waits = deadline.waits
         began = 0 if waits is None else time.monotonic_ns()
         alike = self.run(block, self.kernel(block.address), deadline)
@@ -221,7 +230,7 @@ class EagerExchange:
         return alike
 
     def run(self, block: EagerBlock, status: int, deadline: Deadline) -> bool:
-        """Go on with a call of which the kernel has told a status; tell whether all ranks agree.
+        """Drive a call, given the kernel's last status; return whether all ranks' calls agree.
 
         Raises:
             As `Transport.wait`.
@@ -229,8 +238,9 @@ class EagerExchange:
         if status == DONE:
             return True
         wait, fields = Backoff(), block.fields
+        # Kept, because the block runs again in later calls.
         patience = fields.polls, fields.yields
-        fields.polls = fields.yields = 0  # the core is for others from now on
+        fields.polls = fields.yields = 0  # from here on `Backoff` pauses between single polls
         try:
             while status == WAITING:
                 pending = self._pending(block)
@@ -240,15 +250,18 @@ class EagerExchange:
                     self._transport.check_peers(deadline.operation, list(dict.fromkeys(peers)))
                 status = self.kernel(block.address)
             if status == FAILED:
+                # The code of MPI is in the block, because compiled code cannot raise.
                 raise self._transport.error_of(fields.error, deadline.operation)
         except BaseException:
+            # MPI may still write to the messages, so their memory outlives the error.
             self._transport.retain(self)
             raise
         fields.polls, fields.yields = patience
+        # DIFFERENT also ends the exchange: all ranks know it.
         return status == DONE
 
     def _pending(self, block: EagerBlock) -> list[CompletedWait]:
-        """Say what a call waits for."""
+        """Return the pending messages of a call."""
         fields = block.fields
         dest, source, _ = self._steps[fields.step].tolist()
         nbytes = fields.count * fields.itemsize
@@ -263,16 +276,19 @@ class EagerExchange:
 
 
 def seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long an exchange of messages with so many bytes each should take."""
+    """Return the modelled seconds of an exchange with `nbytes` per contribution."""
     return recursive_doubling.allreduce_seconds(HEAD_BYTES + nbytes, layout.compiled())
 
 
 def _steps(rank: int, size: int) -> list[tuple[int, int, int]]:
     """Return a rank's steps in a recursive doubling."""
     part = topology.doubling(rank, size)
+    # Odd guests send, and take the result of their proxy.
     if part.proxy is not None:
         return [(part.proxy, part.proxy, RESULT)]
+    # The lower rank's part is the left operand on both sides, so both get the same bits.
     steps = [(peer, peer, BEFORE if peer < rank else BEHIND) for peer in part.partners]
     if part.guest is None:
         return steps
+    # First the guest's contribution, last the result for it.
     return [(-1, part.guest, BEHIND), *steps, (part.guest, -1, NOTHING)]

@@ -1,8 +1,8 @@
 """Hierarchical algorithms: reduce inside each node first, then between nodes.
 
-The network is the narrow part, so each byte crosses it once where a flat algorithm may send it to
-and fro. The ranks with the same local rank, one per node, form a *rail*. Nodes a and b with 2 ranks
-each, rails 0 and 1, a buffer of two chunks:
+The network is the bottleneck, so each byte crosses it once; a flat algorithm may send a byte back
+and forth. The ranks with the same local rank, one per node, form a *rail*. Nodes a and b with 2
+ranks each, rails 0 and 1, a buffer of two chunks:
 
     a0  a1  b0  b1        four parts of chunk 0 and chunk 1
     |----|  |----|        reduce-scatter in each node: a0 and b0 hold the node's chunk 0, the
@@ -11,21 +11,21 @@ each, rails 0 and 1, a buffer of two chunks:
         a1 <---> b1       all-reduce of chunk 1 on rail 1
     |----|  |----|        all-gather in each node
 
-Nodes may have different numbers of ranks: there are as many rails as the smallest node has ranks,
-and the ranks beyond own an empty chunk.
+Nodes may have different numbers of ranks: the smallest node gives the number of rails,
+and further ranks own an empty chunk.
 
-Cost per rank of N nodes, by rings between nodes and without messages inside them:
+Cost per rank of N nodes, with rings between nodes and no messages inside nodes:
 
     operation  messages sent       bytes sent           scratch
     allreduce  2 (N - 1)           2 (N - 1)/N S/rails  up to S/rails
     broadcast  1                   S/rails              none
     barrier    up to ceil(log2 N)  up to ceil(log2 N)   none
 
-The bytes of an all-reduce on a node's link, 2 (N - 1)/N S in each direction, are the least
-possible. A flat ring over nodes in order sends 2 (P - 1)/P S, and more the more often neighbours on
-the ring are on different nodes: 2 (P - 1)/P S for each rank of the node if they always are.
+The bytes of an all-reduce on a node's link, 2 (N - 1)/N S in each direction, are optimal. A flat
+ring over nodes in order sends 2 (P - 1)/P S per node. It sends more if neighbours on the ring are
+on different nodes: up to 2 (P - 1)/P S for each rank of the node.
 
-Order: that of the stages; all ranks get the same bits, in every run, if the stages do so.
+Order: that of the stages; all ranks get the same bits, in every run, if the stages guarantee it.
 
 Source: the rails are those of M. Bayatpour et al., "Scalable reduction collectives with data
 partitioning-based multi-leader design", SC17, section 4.
@@ -70,20 +70,20 @@ __all__ = [
     "stage_seconds",
 ]
 
-# Bytes up to which one rank per node does all work on the network: a chunk for every rail would
-# take as many messages, each as slow as one for all. At 1 Gbit/s, all rails / one, in ms: 4 nodes
-# of 2 ranks 8 KiB 3.0 / 2.5, 64 KiB 3.7 / 2.6; 2 nodes of 4 ranks 8 KiB 2.9 / 1.9, 64 KiB 7.6 / 5.
+# Bytes up to which one rank per node does all network messages: a chunk per rail would take more
+# messages, each as slow as a single one. At 1 Gbit/s, all rails / one, in ms: 4 nodes of 2 ranks
+# 8 KiB 3.0 / 2.5, 64 KiB 3.7 / 2.6; 2 nodes of 4 ranks 8 KiB 2.9 / 1.9, 64 KiB 7.6 / 5.
 ONE_RAIL_BYTES = 1 << 16
 
-# Seconds that the program takes for a stage inside a node, besides what a plan takes: with 2 ranks
-# and 8 bytes a reduce-scatter, an all-gather or a barrier in the node engine 4.1 us.
+# Seconds of Python per stage inside a node: with 2 ranks and 8 bytes a reduce-scatter, an
+# all-gather or a barrier in the node engine takes 4.1 us.
 _STAGE_SECONDS = 4e-6
 
 
 class Levels(NamedTuple):
-    """What the stages of a hierarchical operation need, as one rank sees it.
+    """Stages of a hierarchical operation, for one rank.
 
-    The first four work among the ranks of the node, by local rank, on a flat buffer in place.
+    The first four stages run among the ranks of the node, by local rank, on a flat buffer in place.
     """
 
     node: Transport  # the ranks of this rank's node, by local rank
@@ -93,27 +93,27 @@ class Levels(NamedTuple):
     barrier: Callable[[Deadline], None]
     rails: int
     network: Transport | None  # the ranks of this rank's rail, by node; None beyond the rails
-    single_rail: RankLayout  # of a rail that works alone
-    contended_rail: RankLayout  # of one beside which all others work, too
-    allreduce: Callable[[Transport, Array, Op, Deadline], None] | None  # on a rail; or the fastest
-    leaders: Sequence[int]  # of every rank an integer, the same exactly for those of one node
-    leader: int  # that of this rank
+    single_rail: RankLayout  # layout of a rail that has the network to itself
+    contended_rail: RankLayout  # layout of a rail that shares the network with all other rails
+    allreduce: Callable[[Transport, Array, Op, Deadline], None] | None  # on a rail; None: fastest
+    leaders: Sequence[int]  # an integer per rank, equal for two ranks if they share a node
+    leader: int  # this rank's integer
 
 
 def levels(transport: Transport, leaders: Sequence[int], machine: Machine = DEFAULT) -> Levels:
-    """Arrange the ranks of a transport in nodes and rails, with a ring inside the nodes.
+    """Arrange the ranks of a transport in nodes and rails, with rings inside the nodes.
 
-    No message is sent: the stages use the transport itself, so that an error about a wait names
-    the ranks as the whole group numbers them. Whoever has something faster for a stage replaces
-    that field.
+    Sends no message. The stages use the transport itself, so errors about waits name ranks by the
+    numbers of the whole group. A caller with a faster stage replaces its field.
 
     Args:
-        transport: all ranks; it stays the caller's own.
-        leaders: for every rank an integer that is the same exactly for the ranks of one node.
-        machine: the links, by which the way along a rail is picked.
+        transport: all ranks; the caller keeps ownership.
+        leaders: an integer per rank, equal for two ranks if and only if they share a node.
+        machine: costs of the links, which decide the algorithm on a rail.
     """
     rails = topology.rails(leaders, transport.rank)
     nodes = len(set(leaders))
+    # The transport is shared: levels send under the same tag, in the same order on all ranks.
     node = _SubsetTransport(transport, rails.node)
     return Levels(
         node=node,
@@ -133,19 +133,22 @@ def levels(transport: Transport, leaders: Sequence[int], machine: Machine = DEFA
 
 def allreduce(levels: Levels, buffer: Array, op: Op, deadline: Deadline) -> None:
     """Replace `buffer` by the reduction over all ranks of all nodes, in place."""
+    # Equal on all nodes, so that the chunks of a rail match.
     bounds = _bounds(levels, buffer)
     levels.reduce_scatter(buffer, bounds, op, deadline)
     own = buffer[bounds[levels.node.rank] : bounds[levels.node.rank + 1]]
+    # Further ranks have no rail, and small buffers one chunk only.
     if levels.network is not None and own.size:
         over_network = levels.allreduce or _pick(levels, "allreduce", buffer.nbytes, own.nbytes)
         over_network(levels.network, own, op, deadline)
+    # Starts after the rail, because a rank publishes its finished chunk.
     levels.allgather(buffer, bounds, deadline)
 
 
 def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `allreduce` of so many bytes should take.
+    """Return the modelled seconds of `allreduce`.
 
-    Inside the nodes as by the node engine; between N nodes S bytes per node.
+    Inside the nodes: the node engine. Between N nodes: S bytes per node.
     """
     own, rail = _chunk(nbytes, layout)
     combining = (layout.per_node - 1) * own * layout.machine.shared.gamma
@@ -153,7 +156,7 @@ def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
     return 2 * stage_seconds(nbytes, own, layout) + combining + on_rail
 
 
-# What may happen on a rail: name -> the function, and its seconds.
+# Algorithms on a rail: name -> (function, modelled seconds).
 _ON_RAIL: dict[str, dict[str, tuple[Callable[..., None], Callable[[float, RankLayout], float]]]] = {
     "allreduce": {
         "ring": (ring.allreduce, ring.allreduce_seconds),
@@ -170,11 +173,13 @@ _ON_RAIL: dict[str, dict[str, tuple[Callable[..., None], Callable[[float, RankLa
 
 
 def _pick(levels: Levels, operation: str, whole: int, own: int) -> Callable[..., None]:
-    """Return what should be the fastest for the bytes of this rank's chunk, the same on a rail."""
+    """Return the fastest algorithm for the bytes of this rank's chunk, the same on a whole rail."""
+    # One rail alone has the network to itself.
     rail = levels.single_rail if whole <= ONE_RAIL_BYTES else levels.contended_rail
     return _ON_RAIL[operation][size_table.lookup(operation, own, rail, _switch_points)][0]
 
 
+# By layout, because groups of equal layouts have the same table.
 @lru_cache(256)
 def _switch_points(operation: str, rail: RankLayout) -> tuple[tuple[int, ...], tuple[str, ...]]:
     def first(nbytes: int) -> str:
@@ -185,31 +190,34 @@ def _switch_points(operation: str, rail: RankLayout) -> tuple[tuple[int, ...], t
 
 
 def _rail_seconds(operation: str, own: float, rail: RankLayout) -> dict[str, float]:
-    """Return how long each way along a rail should take for the bytes of a chunk."""
+    """Return the modelled seconds of each algorithm on a rail for the bytes of a chunk."""
+    # Of all algorithms, also for `python -m collectives simulate`.
     return {name: seconds(own, rail) for name, (_, seconds) in _ON_RAIL[operation].items()}
 
 
 def _chunk(nbytes: float, layout: RankLayout) -> tuple[float, RankLayout]:
-    """Return the bytes of one rail, and its ranks."""
+    """Return the bytes on one rail, and the layout of its ranks."""
     rails = 1 if nbytes <= ONE_RAIL_BYTES else layout.size // layout.num_nodes
     return nbytes / rails, _rail(rails, layout.num_nodes, layout.machine)
 
 
 def _rail(rails: int, nodes: int, machine: Machine) -> RankLayout:
-    """Return the ranks of a rail, with links as slow as so many rails at once make them."""
+    """Return the layout of a rail that shares the network with `rails` - 1 others."""
+    # Rails send at once over the node's link, so each has a share of its rate.
     network = machine.network._replace(beta=machine.network.beta * rails)
     return RankLayout(nodes, nodes, machine._replace(network=network))
 
 
 def stage_seconds(nbytes: float, own: float, layout: RankLayout) -> float:
-    """Return the time in which a node's ranks publish `own` bytes each and take in all of them."""
+    """Return the seconds in which ranks of a node publish `own` bytes each and read all of them."""
     link = layout.machine.shared
+    # A chunk longer than a slot takes further synchronizations.
     meetings = 1 + own / kernel_selection.SLOT_BYTES
     return _STAGE_SECONDS + meetings * link.alpha + (own + nbytes) * link.beta
 
 
 def publish_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return the time in which one of a node's ranks publishes bytes for the others."""
+    """Return the seconds in which one rank of a node publishes bytes to the other ranks."""
     return _STAGE_SECONDS + kernel_selection.publish_seconds(nbytes, layout.machine.shared)
 
 
@@ -220,29 +228,38 @@ def allreduce_custom(
     between: Callable[[Transport, Array], None],
     deadline: Deadline,
 ) -> None:
-    """Combine small buffers, in a way that no op describes: one rank per node speaks for it.
+    """Combine small buffers by a custom function; one rank per node uses the network.
 
-    `combine` changes its first argument, a buffer, by that of ranks with higher numbers; `between`
-    combines those of the nodes.
+    Args:
+        levels: stages of the operation.
+        buffer: flat, replaced by the result.
+        combine: updates its first argument by a buffer of a rank with a higher number.
+        between: combines the buffers of the nodes, in place.
+        deadline: limit of every wait.
     """
+    # All buffers of the node in one array, one after the other.
     bounds = range(0, (levels.node.size + 1) * buffer.size, buffer.size)
     all_of_node = np.empty(bounds[-1], buffer.dtype)
     all_of_node[bounds[levels.node.rank] : bounds[levels.node.rank + 1]] = buffer
     levels.allgather(all_of_node, bounds, deadline)
+    # Local rank 0 combines in the order of ranks, so the result is reproducible.
     if levels.network is not None and levels.node.rank == 0:
         for start, stop in pairwise(bounds[1:]):
             combine(buffer, all_of_node[start:stop])
         between(levels.network, buffer)
+    # The other ranks of the node learn the result, also if it is a mismatch.
     levels.broadcast(buffer, 0, deadline)
 
 
 def broadcast(levels: Levels, buffer: Array, root: int, deadline: Deadline) -> None:
     """Replace `buffer`, shape (n,), by the root's, in place.
 
-    First inside the root's node, then a chunk on every rail, then inside the other nodes.
+    The stages are: inside the root's node, a chunk on every rail, inside the other nodes.
     """
+    # The root's place, which is equal on all ranks.
     source = topology.nodes(levels.leaders, root)
     at_source = levels.leader == levels.leaders[root]
+    # First inside the root's node: then each of its ranks has the chunk of its rail.
     if at_source:
         levels.broadcast(buffer, source.local_rank, deadline)
     bounds = _bounds(levels, buffer)
@@ -250,42 +267,45 @@ def broadcast(levels: Levels, buffer: Array, root: int, deadline: Deadline) -> N
     if levels.network is not None and own.size:
         over_network = _pick(levels, "broadcast", buffer.nbytes, own.nbytes)
         over_network(levels.network, own, source.node_rank, deadline)
+    # The ranks of the root's node have the whole buffer already.
     if not at_source:
         levels.allgather(buffer, bounds, deadline)
 
 
 def broadcast_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `broadcast` should take."""
+    """Return the modelled seconds of `broadcast`."""
     own, rail = _chunk(nbytes, layout)
     on_rail = min(_rail_seconds("broadcast", own, rail).values())
     return publish_seconds(nbytes, layout) + on_rail + stage_seconds(nbytes, own, layout)
 
 
 def barrier(levels: Levels, deadline: Deadline) -> None:
-    """Return when every rank has entered: one rank per node speaks for it."""
+    """Return when every rank has entered; one rank per node uses the network."""
     levels.barrier(deadline)
+    # Between the two barriers, so that no rank of a node leaves before all nodes have entered.
     if levels.network is not None and levels.node.rank == 0:
         tree.barrier(levels.network, deadline)
     levels.barrier(deadline)
 
 
 def barrier_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `barrier` should take."""
+    """Return the modelled seconds of `barrier`."""
     rail = RankLayout(layout.num_nodes, layout.num_nodes, layout.machine)
     return 2 * stage_seconds(0, 0, layout) + tree.barrier_seconds(0, rail)
 
 
 def _bounds(levels: Levels, buffer: Array) -> list[int]:
-    """Cut a buffer into one chunk per rail, the same on every node; the other ranks own nothing."""
+    """Return the bounds of one chunk per rail, equal on every node; further ranks own nothing."""
     rails = 1 if buffer.nbytes <= ONE_RAIL_BYTES else levels.rails
     bounds = topology.chunk_bounds(buffer.size, rails)
+    # Further ranks own an empty chunk at the end.
     return bounds + [buffer.size] * (levels.node.size - rails)
 
 
 class _SubsetTransport(Transport):
-    """Some ranks of a transport, numbered anew, over the messages of the whole.
+    """Some ranks of a transport, renumbered, over the messages of the whole transport.
 
-    Two ranks are together on a node or on a rail, never on both, so their messages keep in order.
+    Two ranks share a node or a rail, never both, so their messages keep their order.
     """
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
@@ -294,6 +314,7 @@ class _SubsetTransport(Transport):
         self.rank = ranks.index(whole.rank)
         self.size = len(ranks)
 
+    # Errors name ranks by their numbers in the whole group.
     @property
     def parent(self) -> Transport:
         return self._whole
@@ -327,4 +348,4 @@ class _SubsetTransport(Transport):
         raise NotImplementedError("the members of a level are not split further")
 
     def close(self) -> None:
-        """Nothing is held: the whole transport is its owner's."""
+        """Release nothing: the creator owns the whole transport."""

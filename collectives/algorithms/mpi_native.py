@@ -1,9 +1,9 @@
 """MPI's own collectives behind the same interface, as the reference for the other algorithms.
 
-They are called in their non-blocking form, so that a wait has a deadline here, too. They need an
-`MpiTransport`, and refuse more than 2^31 - 1 elements of a reduction, or bytes of anything else,
-where the library is older than MPI 4. Order of summation, and whether all ranks get the same bits,
-is up to the MPI library.
+Their non-blocking forms are used, so that waits have a deadline. They need an `MpiTransport`. With
+a library older than MPI 4 they reject more than 2^31 - 1 elements of a reduction, or bytes of other
+operations. The MPI library determines the order of summation, and whether all ranks get the same
+bits.
 
 Source: MPI 3.1 standard, chapter 5.
 """
@@ -33,7 +33,7 @@ __all__ = [
     "scatter",
 ]
 
-# The largest count of MPI 3.1, an int of C; libraries of MPI 4 take longer ones.
+# The largest count of MPI 3.1, a C int; libraries of MPI 4 accept larger ones.
 _LARGEST_COUNT = 2**31 - 1
 
 
@@ -41,8 +41,10 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
     """Replace `buffer`, shape (n,), by the reduction over all ranks, in place."""
     from mpi4py import MPI
 
+    # Before the copy, so that a call that is too long raises on all ranks alike.
     t = _of_mpi(transport, "allreduce", buffer.size, "elements")
     work = _reducible(buffer)
+    # `watch` gives the operation a deadline, and keeps its memory.
     t.wait([t.watch(t.mpi.Iallreduce, MPI.IN_PLACE, work, _op(op))], deadline)
     _give_back(work, buffer)
 
@@ -55,6 +57,7 @@ def reduce(
 
     t = _of_mpi(transport, "reduce", buffer.size, "elements")
     work = _reducible(buffer)
+    # In place on the root only, as MPI_Reduce requires.
     send, receive = (MPI.IN_PLACE, work) if t.rank == root else (work, None)
     t.wait([t.watch(t.mpi.Ireduce, send, receive, _op(op), root)], deadline)
     _give_back(work, buffer)
@@ -67,7 +70,7 @@ def reduce_scatter(
     op: reduction.Op,
     deadline: Deadline,
 ) -> None:
-    """Reduce so that `buffer[bounds[rank]:bounds[rank + 1]]` is complete on this rank."""
+    """Reduce `buffer[bounds[rank]:bounds[rank + 1]]` of this rank, in place."""
     t = _of_mpi(transport, "reduce_scatter", buffer.size, "elements")
     work = _reducible(buffer)
     own = np.empty(bounds[t.rank + 1] - bounds[t.rank], work.dtype)
@@ -79,11 +82,12 @@ def reduce_scatter(
 def exclusive(
     transport: Transport, own: Array, op: reduction.Op, deadline: Deadline
 ) -> Array | None:
-    """Combine the arrays of the ranks before this one, shape (n,); None on rank 0."""
+    """Return the reduction over the ranks before this one, shape (n,); None on rank 0."""
     t = _of_mpi(transport, "scan", own.size, "elements")
     work, result = _reducible(own), np.empty_like(own)
+    # MPI leaves the result of rank 0 undefined.
     received = np.empty_like(work)
-    ranks: Any = t.mpi  # of one group, which has this
+    ranks: Any = t.mpi  # an intracommunicator, which has Iexscan
     t.wait([t.watch(ranks.Iexscan, work, received, _op(op))], deadline)
     if t.rank == 0:
         return None
@@ -94,6 +98,7 @@ def exclusive(
 def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline) -> None:
     """Replace `buffer`, shape (n,), by the root's, in place."""
     t = _of_mpi(transport, "broadcast", buffer.nbytes, "bytes")
+    # As bytes, so that every dtype can be moved.
     t.wait([t.watch(t.mpi.Ibcast, raw_bytes(buffer), root)], deadline)
 
 
@@ -104,6 +109,7 @@ def allgather(
     from mpi4py import MPI
 
     t = _of_mpi(transport, "allgather", buffer.nbytes, "bytes")
+    # Each rank's own part is in its place already.
     parts = _parts(buffer, np.diff(bounds).tolist())
     t.wait([t.watch(t.mpi.Iallgatherv, MPI.IN_PLACE, parts)], deadline)
 
@@ -127,7 +133,7 @@ def scatter(
     dtype: np.dtype[Any],
     deadline: Deadline,
 ) -> Array:
-    """Give every rank its part of the root's buffer; arguments and result as `tree.scatter`."""
+    """Send every rank its part of the root's buffer; arguments and result as `tree.scatter`."""
     t = _of_mpi(transport, "scatter", sum(counts) * dtype.itemsize, "bytes")
     own = np.empty(counts[t.rank], dtype)
     send = None if buffer is None or t.rank != root else _parts(buffer, counts)
@@ -144,14 +150,17 @@ def alltoall(
 ) -> Array:
     """Exchange a part with every rank; arguments and result as `pairwise.alltoall`.
 
-    Each rank knows only its own sum of bytes; what is too long for one is refused on all.
+    Each rank knows only its own bytes, so the ranks first exchange the largest sum: all reject what
+    is too long for one.
     """
     from mpi4py import MPI
 
     t = _of_mpi(transport)
     longest = np.array([max(sum(send_counts), sum(receive_counts)) * send.itemsize])
+    # Libraries of MPI 4 take large counts, and need no agreement.
     if MPI.Get_version() < (4, 0):
         t.wait([t.watch(t.mpi.Iallreduce, MPI.IN_PLACE, longest, MPI.MAX)], deadline)
+    # After the exchange, so that all ranks raise.
     _of_mpi(transport, "alltoall", int(longest[0]), "bytes")
     result = np.empty(sum(receive_counts), send.dtype)
     parts = _parts(send, send_counts), _parts(result, receive_counts)
@@ -168,13 +177,11 @@ def barrier(transport: Transport, deadline: Deadline) -> None:
 def _of_mpi(
     transport: Transport, operation: str = "native", count: int = 0, unit: str = ""
 ) -> MpiTransport:
-    """Return a transport over MPI, whose own operations are not too short for this count."""
+    """Return the MPI transport; raise if MPI's operations cannot handle this count."""
     from mpi4py import MPI
 
     if not isinstance(transport, MpiTransport):
-        raise TypeError(
-            f"native: this algorithm needs MPI below it, got {type(transport).__name__}"
-        )
+        raise TypeError(f"native: expected a transport over MPI, got {type(transport).__name__}")
     if count > _LARGEST_COUNT and MPI.Get_version() < (4, 0):
         raise ValueError(
             f"{operation}: too long for this MPI library's own operation, expected at most "
@@ -184,16 +191,17 @@ def _of_mpi(
 
 
 def _parts(array: Array, counts: Sequence[int]) -> list[object]:
-    """Cut an array into the ranks' elements, in the way that MPI takes them."""
+    """Return an array and its bytes per rank, as MPI's vector operations take them."""
+    # Offsets follow from the counts, as mpi4py computes them.
     return [raw_bytes(array), [count * array.itemsize for count in counts]]
 
 
 def _reducible(buffer: Array) -> Array:
-    """Show a buffer as a dtype that MPI reduces rightly.
+    """Return a buffer as a dtype that MPI reduces correctly.
 
-    MPI has no order of bool, so that goes as bytes. Open MPI's vectorised sum of 8- and 16-bit
-    integers stops at the largest number instead of wrapping around (seen with 5.0.11), so these are
-    reduced as 32-bit ones, which wrap when they are given back.
+    MPI has no order of bool, so bools are reduced as bytes. Open MPI's vectorised sum of 8- and
+    16-bit integers saturates instead of wrapping around (seen with 5.0.11). So these are reduced as
+    32-bit integers, which wrap when they are converted back.
     """
     if buffer.dtype.kind == "b":
         return buffer.view(np.uint8)
@@ -203,6 +211,7 @@ def _reducible(buffer: Array) -> Array:
 
 
 def _give_back(work: Array, buffer: Array) -> None:
+    # A view has the dtype of bytes, but shares the memory, so this copies onto itself.
     if work.dtype != buffer.dtype:
         buffer[...] = work
 

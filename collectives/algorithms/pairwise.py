@@ -1,14 +1,14 @@
 """Pairwise all-to-all: in step s every rank sends to the rank s places to its right.
 
-For 3 ranks (`ab` is what rank a has for rank b):
+For 3 ranks (`ab` is the part of rank a for rank b):
 
     step    rank 0            rank 1            rank 2
      0      keeps 00          keeps 11          keeps 22
      1      01 -> / <- 20     12 -> / <- 01     20 -> / <- 12
      2      02 -> / <- 10     10 -> / <- 21     21 -> / <- 02
 
-In every step each rank sends to one rank and receives from one, so that none is a bottleneck. Steps
-run ahead of one another, up to `IN_FLIGHT` at a time; what is long goes in slices.
+In every step each rank sends to one rank and receives from one, so no rank is a bottleneck. Up to
+`IN_FLIGHT` steps overlap, and long parts are sent in slices.
 
 Cost per rank:
 
@@ -34,9 +34,9 @@ from collectives.transport.transport import Deadline, PendingMessage, Transport
 
 __all__ = ["alltoall", "alltoall_seconds"]
 
-# Steps under way at a time. One leaves a rank idle while its peers of this step are late (4 nodes
-# at 1 Gbit/s, 16 MiB per rank: 150 ms, with two 124 ms, with four 121 ms; line time 101 ms); all
-# at once let P - 1 messages meet at one rank.
+# Steps in flight. With one, a rank is idle while its peers of this step are late (4 nodes at 1
+# Gbit/s, 16 MiB per rank: 150 ms, with two 124 ms, with four 121 ms; line time 101 ms). With all,
+# P - 1 messages arrive at one rank at once.
 IN_FLIGHT = 4
 
 
@@ -47,18 +47,18 @@ def alltoall(
     receive_counts: Sequence[int],
     deadline: Deadline,
 ) -> Array:
-    """Give every rank its part of this rank's array, and collect this rank's part of every array.
+    """Send every rank its part of this rank's array, and receive this rank's part of every array.
 
     Args:
         transport: the ranks.
         send: shape (sum(send_counts),), contiguous; the elements for rank 0, 1, ... in turn.
         send_counts: elements for each rank.
-        receive_counts: elements from each rank: on rank `a` number `b` is what rank `b` has as
-            number `a` of its `send_counts`.
-        deadline: the limit of every wait.
+        receive_counts: elements from each rank; entry b on rank a equals `send_counts[a]` on rank
+            b.
+        deadline: limit of every wait.
 
     Returns:
-        A new array, shape (sum(receive_counts),): the elements from rank 0, 1, ... in turn.
+        a new array, shape (sum(receive_counts),): the elements from rank 0, 1, ... in turn.
     """
     result = np.empty(sum(receive_counts), send.dtype)
     outgoing = _parts(send, send_counts)
@@ -66,18 +66,20 @@ def alltoall(
     under_way: list[list[PendingMessage]] = []
     for step in range(1, transport.size):
         left, right = topology.ring_neighbours(transport.rank, transport.size, step)
+        # Receives first, so that the peer's data lands without a copy.
         receives = [transport.start_receive(s, left) for s in ring.slices(incoming[left])]
         sends = [transport.start_send(s, right) for s in ring.slices(outgoing[right])]
         under_way.append(receives + sends)
         if len(under_way) == IN_FLIGHT:
+            # The oldest step must be complete before a further one begins.
             transport.wait(under_way.pop(0), deadline)
-    incoming[transport.rank][...] = outgoing[transport.rank]  # while the last ones are under way
+    incoming[transport.rank][...] = outgoing[transport.rank]  # while the last steps are in flight
     transport.wait([message for step in under_way for message in step], deadline)
     return result
 
 
 def alltoall_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `alltoall` of so many bytes per rank should take.
+    """Return the modelled seconds of `alltoall` with `nbytes` per rank.
 
     Each of P - 1 steps is a message of S/P bytes; most leave the node, over its one link.
     """

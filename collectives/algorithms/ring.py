@@ -23,10 +23,10 @@ Cost per rank:
     allgather       P - 1          (P - 1)/P S    none
     broadcast       1              S              none
 
-The bytes are the least possible. A chunk goes as *slices*: a slice is sent on as soon as it has
-arrived and been added, while the next is still under way, so that both directions of a link stay
+The bytes are the least possible. A chunk is sent in *slices*. A rank forwards a slice as soon as it
+has arrived and been added, while the next slice is in flight, so both directions of a link stay
 busy. A *broadcast* sends the slices of the whole buffer from the root once around, in P - 2 rounds
-more than it has slices.
+more than the number of slices.
 
 Order: chunk `c` is summed as `c + 1, c + 2, ..., c` (mod P) on one way around, then copied; all
 ranks get the same bits, in every run.
@@ -64,7 +64,7 @@ __all__ = [
 ]
 
 # Bytes of one slice. All-reduce in ms (Open MPI 5.0.11 on 2 cores; "limit" is the setting
-# btl_tcp_eager_limit, below which a slice is sent without asking the receiver first):
+# btl_tcp_eager_limit, up to which a slice is sent without a rendezvous):
 #
 #     slice                                          60 KiB   128 KiB   256 KiB   1 MiB
 #     2 ranks of a node, 16 MiB                        13.8      10.7       7.1     7.0
@@ -73,11 +73,11 @@ __all__ = [
 #     2 nodes, 1 Gbit/s, 16 MiB, limit 264 KiB          143       144       143       -
 #     4 nodes, 1 Gbit/s,  8 MiB, limit 264 KiB          110       112       113       -
 #
-# Larger ones wait longer for their sum; smaller ones cost about 10 us each.
+# Larger slices wait longer for their sum; smaller ones cost about 10 us each.
 SLICE_BYTES = 1 << 18
 
-# Slices that an exchange has under way in either direction. More of them fill the sockets and the
-# queues of the switch, where answers then stand behind data; a whole array as one message goes one
+# Slices that an exchange has in flight in each direction. More of them fill the sockets and the
+# queues of the switch, so acknowledgements wait behind data. A whole array as one message uses one
 # direction after the other. All-reduce in ms, Open MPI 5.0.11 over TCP, 2 cores, all at once / 4 at
 # once / as a single message:
 #
@@ -99,7 +99,7 @@ def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: D
 
 
 def allreduce_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `allreduce` of so many bytes should take.
+    """Return the modelled seconds of `allreduce`.
 
     On one node: 2 (P - 1) alpha + S (P - 1)/P (2 beta + gamma).
     Between nodes: one message per node in a step.
@@ -114,13 +114,13 @@ def reduce_scatter(
     op: reduction.Op,
     deadline: Deadline,
 ) -> None:
-    """Reduce so that this rank's chunk of `buffer` is complete; the others hold partial results."""
+    """Reduce this rank's chunk of `buffer`, in place; other chunks hold partial results."""
     steps = list(topology.ring_reduce_scatter(transport.rank, transport.size))
     _circulate(transport, buffer, bounds, steps, deadline, reduction.combine(op))
 
 
 def reduce_scatter_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `reduce_scatter` should take."""
+    """Return the modelled seconds of `reduce_scatter`."""
     return _ring_seconds(nbytes, layout, layout.combined(1.0))
 
 
@@ -133,15 +133,15 @@ def allgather(
 
 
 def allgather_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `allgather` should take."""
+    """Return the modelled seconds of `allgather`."""
     return _ring_seconds(nbytes, layout, 0.0)
 
 
 def _ring_seconds(nbytes: float, layout: RankLayout, gamma: float) -> float:
-    """Return the time of P - 1 steps, in each of which a chunk goes on in slices.
+    """Return the time of P - 1 steps, each of which forwards a chunk in slices.
 
-    All of it takes as long as its slowest part: the line, the programs with what they combine, or
-    the way of one slice, behind which the others follow.
+    The slowest part decides: the line, the CPU time of messages and combining, or the latency of
+    one slice, behind which the other slices follow.
     """
     steps, chunk = layout.size - 1, nbytes / layout.size
     own = min(chunk, SLICE_BYTES)
@@ -149,24 +149,28 @@ def _ring_seconds(nbytes: float, layout: RankLayout, gamma: float) -> float:
     times = [0.0]
     for link, programs, _ in layout.links():
         way = link.alpha + own * (link.beta + gamma)
+        # The first slice passes all ranks; the rest follows at the rate of the line.
         times.append(steps * way + (chunk - own) * link.beta)
         times.append((steps * chunk - own) * link.beta + way)
+        # Two programs take part in each message of each step.
         times.append(steps * (2 * messages * programs + chunk * gamma))
     return max(times) if steps else 0.0
 
 
 def broadcast(transport: Transport, buffer: Array, root: int, deadline: Deadline) -> None:
-    """Replace `buffer`, shape (n,), by the root's, in place: slices go once around the ring."""
+    """Replace `buffer`, shape (n,), by the root's, in place."""
+    # The root receives nothing, and its left neighbour sends nothing.
     left, right = topology.ring_neighbours(transport.rank, transport.size)
     source = None if transport.rank == root else left
     relay(transport, buffer, source, [] if right == root else [right], deadline)
 
 
 def broadcast_seconds(nbytes: float, layout: RankLayout) -> float:
-    """Return how long `broadcast` should take: P - 1 steps of the first slice, others follow."""
+    """Return the modelled seconds of `broadcast`: P - 1 hops of a slice, other slices follow."""
     if layout.size == 1:
         return 0.0
     first = min(nbytes, SLICE_BYTES)
+    # The first slice waits at each hop, the others follow behind it.
     more = math.ceil(nbytes / SLICE_BYTES) - 1
     ways, follows = [], [0.0]
     for link, programs, _ in layout.links():
@@ -182,13 +186,15 @@ def relay(
     dests: Sequence[int],
     deadline: Deadline,
 ) -> None:
-    """Receive a buffer, unless it is here, and send each slice on as soon as it has arrived."""
+    """Receive a buffer, unless `source` is None, and forward each slice when it arrives."""
     parts = slices(buffer)
     receives: list[PendingMessage] = []
     if source is not None:
+        # All receives at once: slices land while this rank forwards earlier ones.
         receives = [transport.start_receive(part, source) for part in parts]
     sends: list[PendingMessage] = []
     for number, part in enumerate(parts):
+        # An empty list at the root, whose slices are complete.
         transport.wait(receives[number : number + 1], deadline)
         sends += [transport.start_send(part, dest) for dest in dests]
     transport.wait(sends, deadline)
@@ -203,30 +209,35 @@ def exchange(
     deadline: Deadline,
     take: Callable[[int], None] | None = None,
 ) -> None:
-    """Send slices to one rank and receive others from one, some of them at once, until all are.
+    """Send slices to one rank while receiving slices from one, `_AT_ONCE` in flight each way.
 
     Args:
-        transport: of the ranks.
-        away: to be sent; must not change meanwhile.
-        dest: to whom.
-        into: where what comes is put.
-        source: from whom.
-        deadline: of all waits.
-        take: told the number of each slice that has come, in order.
+        transport: the ranks.
+        away: slices to send; must not change meanwhile.
+        dest: rank that receives them.
+        into: memory for the slices of `source`.
+        source: rank that sends them.
+        deadline: limit of every wait.
+        take: called with the number of each received slice, in order.
     """
+    # Receives are posted first, so that data lands without a copy.
     receives = [transport.start_receive(part, source) for part in into[:_AT_ONCE]]
     sends = [transport.start_send(part, dest) for part in away[:_AT_ONCE]]
+    # The lists may have different lengths, if chunks at the end are shorter.
     for number in range(max(len(into), len(away))):
         following = number + _AT_ONCE
         if number < len(into):
             transport.wait((receives[number],), deadline)
+            # The next receive before `take`, so that data arrives while this slice is combined.
             if following < len(into):
                 receives.append(transport.start_receive(into[following], source))
             if take is not None:
                 take(number)
         if following < len(away):
+            # The oldest send makes room for the next one.
             transport.wait((sends[number],), deadline)
             sends.append(transport.start_send(away[following], dest))
+    # Older sends were waited for above.
     transport.wait(sends[-_AT_ONCE:], deadline)
 
 
@@ -238,37 +249,44 @@ def _circulate(
     deadline: Deadline,
     combine: Callable[[Array, Array], None] | None,
 ) -> None:
-    """Pass chunks to the right; what arrives is combined with our part, or replaces it."""
+    """Pass chunks to the right; received data is combined with the own part, or replaces it."""
     if not steps:
         return
     left, right = topology.ring_neighbours(transport.rank, transport.size)
     scratch = None
     if combine is not None:
+        # Of the longest chunk, reused in every step.
         scratch = device.empty(max(end - begin for begin, end in pairwise(bounds)), buffer)
     chunks = [buffer[begin:end] for begin, end in pairwise(bounds)]
+    # The first send has no receive before it.
     sends = [transport.start_send(s, right) for s in slices(chunks[steps[0].send])]
     for step in steps:
         ours = slices(chunks[step.receive])
+        # In an all-gather the received chunk replaces the own part.
         theirs = ours if scratch is None else scratch_views(scratch, ours)
+        # Posted for the whole chunk, so that no slice waits for a receive.
         receives = [transport.start_receive(s, left) for s in theirs]
         onward = []
         for own, landed, receive in zip(ours, theirs, receives, strict=True):
             transport.wait([receive], deadline)
             if combine is not None:
+                # Into `own`, which is then sent onward.
                 combine(own, landed)
             if step is not steps[-1]:  # the chunk of this receive is the chunk of the next send
                 onward.append(transport.start_send(own, right))
+        # After the receives: a send waits for the right neighbour, which may be late.
         transport.wait(sends, deadline)
         sends = onward
 
 
 def slices(part: Array) -> list[Array]:
-    """Cut part of a buffer into the slices that travel as one message each."""
+    """Cut part of a buffer into slices, each sent as one message."""
+    # At least one element, whatever its size.
     length = max(1, SLICE_BYTES // part.itemsize)
     return [part[at : at + length] for at in range(0, part.size, length)]
 
 
 def scratch_views(scratch: Array, parts: Sequence[Array]) -> list[Array]:
-    """Cut scratch memory like the parts that will be received into it."""
+    """Cut scratch memory into views with the sizes of `parts`."""
     ends = accumulate(part.size for part in parts)
     return [scratch[end - part.size : end] for end, part in zip(ends, parts, strict=True)]

@@ -1,7 +1,7 @@
 """Prefix reductions in ceil(log2 P) rounds.
 
-In each round a rank hands all that it has combined to a rank at a distance, which doubles: 1, 2, 4
-and so on. For 5 ranks, what each has of the arrays 0 to 4 (its own among them):
+In each round a rank sends everything it has combined to a rank at a distance, which doubles: 1, 2,
+4 and so on. For 5 ranks, the arrays 0 to 4 that each rank has combined:
 
     rank            0     1     2     3     4
     at first        0     1     2     3     4
@@ -9,7 +9,7 @@ and so on. For 5 ranks, what each has of the arrays 0 to 4 (its own among them):
     distance 2      0     01    012   0123  1234
     distance 4      0     01    012   0123  01234
 
-Beside it each rank combines what it takes in without its own array: that is all before it.
+In addition each rank combines the received data without its own array: the exclusive result.
 
 Cost per rank:
 
@@ -35,16 +35,20 @@ __all__ = ["exclusive"]
 
 
 def exclusive(ranks: Transport, own: Array, op: Op, deadline: Deadline) -> Array | None:
-    """Combine the arrays of the ranks before this one, shape (n,); None on rank 0."""
+    """Return the reduction over the ranks before this one, shape (n,); None on rank 0."""
     combine = reduction.combine(op)
+    # A copy, because the rounds change it; `own` stays the caller's.
     total, arriving = own.copy(), np.empty_like(own)
     result: Array | None = None
     for source, dest in topology.prefix(ranks.rank, ranks.size):
+        # Ranks at the start have no source, ranks at the end no destination.
         messages = [] if source is None else [ranks.start_receive(arriving, source)]
         if dest is not None:
             messages.append(ranks.start_send(total, dest))
+        # Both at once: the partner at a distance waits for this rank.
         ranks.wait(messages, deadline)
         if source is not None:
+            # The first source is the rank before: its total is the result so far.
             if result is None:
                 result = arriving.copy()
             else:

@@ -1,11 +1,11 @@
 """Table of all algorithms, and the selection of one by name or cost.
 
-With `algorithm="auto"` ranks of one node that share memory meet in the node engine, which beats
-messages at every size that was measured. Elsewhere the cost model decides (`layout`).
+With `algorithm="auto"` ranks of one node that share memory use the node engine, which was faster
+than messages at every measured size. Elsewhere the cost model decides (`layout`).
 
-MPI's own ("native") is never picked: how long it takes is not known from alpha, beta and gamma, and
-"auto" promises what it may not keep: the same bits on all ranks and in every run, a deadline that
-names who is missing, any size, every dtype and op. Who wants it says so.
+"auto" never picks MPI's own algorithms ("native"), because alpha, beta and gamma do not predict
+their time. They also may break the guarantees of "auto": the same bits on all ranks and in every
+run, a deadline that names the missing ranks, any size, every dtype and op.
 """
 
 from __future__ import annotations
@@ -43,18 +43,18 @@ __all__ = [
 
 
 class Algorithm(NamedTuple):
-    """How an operation is carried out by messages.
+    """An algorithm of an operation by messages.
 
     Attributes:
-        run: the function over a `Transport`, over `Levels` where it is hierarchical.
-        seconds: what it should take for some bytes in a layout; None where only MPI knows.
+        run: function over a `Transport`, or over `Levels` if it is hierarchical.
+        seconds: modelled seconds for a number of bytes in a layout; None for MPI's own.
     """
 
     run: Callable[..., Any]
     seconds: Callable[[float, RankLayout], float] | None
 
 
-# Besides, ranks that share memory have "node" for every operation.
+# Ranks that share memory also have "node" for every operation.
 ALGORITHMS: dict[str, dict[str, Algorithm]] = {
     "allreduce": {
         "ring": Algorithm(ring.allreduce, ring.allreduce_seconds),
@@ -109,21 +109,19 @@ ALGORITHMS: dict[str, dict[str, Algorithm]] = {
 }
 
 
-# Of `scan` and `exscan`, which combine what the ranks before bring: "auto" is the first one where
-# ranks do not share memory.
+# Algorithms of `scan` and `exscan`: "auto" is the first one if ranks do not share memory.
 SCANS: dict[str, Callable[..., Any]] = {"prefix": scan.exclusive, "native": mpi_native.exclusive}
 
 
-# Besides, for arrays on CUDA devices: not by a `Transport`, nor picked (`devices.nccl`).
+# Algorithms for arrays on CUDA devices: not over a `Transport`, never picked (`devices.nccl`).
 ON_DEVICES = {"allreduce": ("nccl",), "broadcast": ("nccl",)}
 
 
 def estimate(operation: str, nbytes: int, layout: RankLayout) -> dict[str, float]:
-    """Return the seconds that every algorithm should take, fastest first.
+    """Return the modelled seconds of every algorithm, fastest first.
 
-    Among equals the one that is listed first comes first. MPI's own ("native") is not among them:
-    what it does is its own choice. Neither are operations between ranks of one node by
-    "hierarchical", and between nodes by "node".
+    Ties keep the order of `ALGORITHMS`. MPI's own ("native") are left out, because MPI chooses how
+    they work. "hierarchical" is left out on a single node, "node" between nodes.
 
     Args:
         operation: a key of `ALGORITHMS`.
@@ -131,7 +129,7 @@ def estimate(operation: str, nbytes: int, layout: RankLayout) -> dict[str, float
         layout: the ranks and their links.
 
     Raises:
-        ValueError: there is no such operation, or a negative size.
+        ValueError: the operation is unknown, or the size is negative.
     """
     if operation not in ALGORITHMS:
         raise ValueError(
@@ -140,16 +138,18 @@ def estimate(operation: str, nbytes: int, layout: RankLayout) -> dict[str, float
         )
     if nbytes < 0:
         raise ValueError(f"estimate: expected bytes >= 0, got {nbytes}")
+    # The engine needs all ranks on one node.
     times = {"node": _node_seconds(operation, nbytes, layout)} if _on_one_node(layout) else {}
     for name, way in ALGORITHMS[operation].items():
+        # "hierarchical" of one node would be its stages alone.
         if way.seconds is not None and (name != "hierarchical" or layout.is_hierarchical):
             times[name] = way.seconds(nbytes, layout)
-    # Equal formulas may differ in the last digits, summed in another order.
+    # Equal formulas may differ in the last digits, because their terms are added in another order.
     return dict(sorted(times.items(), key=lambda item: float(f"{item[1]:.9g}")))
 
 
 def _node_seconds(operation: str, nbytes: int, layout: RankLayout) -> float:
-    """Return how long the node engine should take."""
+    """Return the modelled seconds of the node engine."""
     link = layout.machine.shared
     if operation == "barrier":
         return link.alpha
@@ -163,14 +163,15 @@ def _on_one_node(layout: RankLayout) -> bool:
 
 
 def pick(operation: str, nbytes: int, layout: RankLayout) -> str:
-    """Return the algorithm by messages that should be the fastest: a look-up in a table."""
+    """Return the fastest algorithm by messages, from a table."""
     return size_table.lookup(operation, nbytes, layout, switch_points)
 
 
 @lru_cache(256)  # groups of the same layout share their tables
 def switch_points(operation: str, layout: RankLayout) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return at which sizes the pick changes, and what it is between them (`size_table`)."""
+    """Return the sizes at which the pick changes, and the picks between them (`size_table`)."""
 
+    # The node engine is not a choice of calls by messages.
     def first(nbytes: int) -> str:
         return next(name for name in estimate(operation, nbytes, layout) if name != "node")
 
@@ -178,20 +179,23 @@ def switch_points(operation: str, layout: RankLayout) -> tuple[tuple[int, ...], 
 
 
 def check(operation: str, algorithm: str, *, in_memory: bool, on_device: bool = False) -> None:
-    """Refuse an algorithm that the operation does not have here.
+    """Raise unless an operation has an algorithm in this place.
 
     Args:
-        operation: a key of `ALGORITHMS`, perhaps grouped or planned, or "scan" or "exscan".
-        algorithm: what the caller asks for.
-        in_memory: whether all ranks meet in shared memory.
+        operation: a key of `ALGORITHMS`, possibly grouped or planned, or "scan" or "exscan".
+        algorithm: the name that the caller passed.
+        in_memory: whether all ranks share memory.
         on_device: whether the array stays on a device.
 
     Raises:
-        ValueError: there is none of that name, or "node" where ranks do not share memory.
+        ValueError: the name is unknown, or is "node" and the ranks do not share memory.
     """
+    # "planned allreduce" and "grouped_allreduce" have the algorithms of "allreduce".
     moved = operation.split()[-1].removeprefix("grouped_").removeprefix("plan_")
+    # Buckets are reduced by all-reduces.
     moved = "allreduce" if moved == "buckets" else moved
     on_devices = ON_DEVICES.get(moved, ())
+    # Operations that are not listed are prefix reductions.
     known = ["auto", "node", *ALGORITHMS.get(moved, SCANS), *on_devices]
     if algorithm not in known:
         raise ValueError(
@@ -199,8 +203,8 @@ def check(operation: str, algorithm: str, *, in_memory: bool, on_device: bool = 
         )
     if algorithm in on_devices and not on_device:
         raise ValueError(
-            f"{operation}: algorithm {algorithm!r} is for an array on a CUDA device that CuPy "
-            "reaches, as it is, got one that comes to the host"
+            f"{operation}: algorithm {algorithm!r} needs an array on a CUDA device that CuPy "
+            "can use, got one that is staged through the host"
         )
     if algorithm == "node" and not in_memory:
         raise ValueError(
@@ -210,5 +214,5 @@ def check(operation: str, algorithm: str, *, in_memory: bool, on_device: bool = 
 
 
 def automatic(operation: str, nbytes: int, layout: RankLayout) -> str:
-    """Return what "auto" does where ranks of one node share memory: "node", or as `pick`."""
+    """Return the choice of "auto": "node" on one node with shared memory, else `pick`."""
     return "node" if _on_one_node(layout) else pick(operation, nbytes, layout)

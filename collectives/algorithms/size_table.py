@@ -9,7 +9,7 @@ from collectives.algorithms.cost_model import RankLayout
 
 __all__ = ["lookup", "switch_points"]
 
-# Sizes beyond which the pick stays what it is there.
+# The last pick holds for all larger sizes.
 _MOST_BYTES = 1 << 40
 
 Table = tuple[Sequence[int], Sequence[str]]
@@ -18,14 +18,15 @@ Table = tuple[Sequence[int], Sequence[str]]
 def lookup(
     question: str, nbytes: int, layout: RankLayout, find: Callable[[str, RankLayout], Table]
 ) -> str:
-    """Return the name that holds for so many bytes.
+    """Return the name of the fastest algorithm for `nbytes`.
 
     Args:
-        question: what is asked for; the layout keeps the answer under this name.
+        question: key of the table in the layout's cache, such as an operation.
         nbytes: S.
         layout: the ranks and their links.
-        find: makes the table of `switch_points` for them.
+        find: computes the table of `switch_points` if the cache has none.
     """
+    # Kept in the layout, because a call finds it there without a hash of the layout.
     table = layout.picks.get(question)
     if table is None:
         table = layout.picks[question] = find(question, layout)
@@ -34,19 +35,20 @@ def lookup(
 
 
 def switch_points(fastest: Callable[[int], str]) -> tuple[tuple[int, ...], tuple[str, ...]]:
-    """Return at which sizes the fastest one changes, and which it is between them.
+    """Return the sizes at which the fastest algorithm changes, and the algorithms between them.
 
     Args:
-        fastest: says for a size in bytes which one is the fastest there.
+        fastest: returns the fastest algorithm for a size in bytes.
 
     Returns:
-        Sizes in bytes, ascending, and one name more: `names[i]` holds from `sizes[i - 1]` on and
-        below `sizes[i]`. Where a pick holds for less than an octave it may be missed.
+        sizes in bytes, ascending, and one more name: `names[i]` holds from `sizes[i - 1]` to below
+        `sizes[i]`. A pick that holds for less than an octave may be missed.
     """
     sizes: list[int] = []
     names = [fastest(0)]
     low = 0
     high = 1
+    # Octaves first, because a pick rarely changes within one.
     while high <= _MOST_BYTES:
         while fastest(high) != names[-1]:
             below, above = low, high
@@ -58,6 +60,7 @@ def switch_points(fastest: Callable[[int], str]) -> tuple[tuple[int, ...], tuple
                     above = middle
             sizes.append(above)
             names.append(fastest(above))
+            # Again from the switch: another pick may follow within the octave.
             low = above
         low, high = high, 2 * high
     return tuple(sizes), tuple(names)

@@ -18,11 +18,12 @@ class ArrayAdapter(ABC):
     """An array of another library.
 
     Attributes:
-        shape: as the array says.
-        dtype: as NumPy names it.
-        shared: what is written into `elements` is written into the array.
-        private: `elements` is memory of its own, free for any use. Some kinds say neither.
-        pinnable: it is private, and a device copies it to and from pinned memory by itself.
+        shape: shape of the array.
+        dtype: the NumPy dtype.
+        shared: whether writing to `elements` changes the array.
+        private: whether `elements` is a private copy that may be overwritten. May be False together
+            with `shared`.
+        pinnable: whether it is private, and a device copies it to and from pinned memory.
     """
 
     shape: tuple[int, ...]
@@ -33,7 +34,7 @@ class ArrayAdapter(ABC):
 
     @abstractmethod
     def why_constant(self) -> str | None:
-        """Say why the array cannot take a result, None if it can."""
+        """Return the reason why the array cannot hold a result, None if it can."""
 
     @abstractmethod
     def elements(self) -> npt.NDArray[Any]:
@@ -41,14 +42,14 @@ class ArrayAdapter(ABC):
 
     @abstractmethod
     def wrap(self, result: npt.NDArray[Any]) -> Any:
-        """Make an array of this kind on this device of a result that nobody else holds."""
+        """Return a result, which has no other owner, as an array of this kind on this device."""
 
     @abstractmethod
     def write(self, result: npt.NDArray[Any]) -> None:
-        """Make `result` the array's elements; if `shared`, they have been written already."""
+        """Write `result` into the array; if `shared`, the elements are already written."""
 
     def show(self, memory: npt.NDArray[Any]) -> Any:
-        """View host memory as an array of this kind, with its strides, if `shared`."""
+        """Return host memory as an array of this kind, with its strides; requires `shared`."""
         return self.wrap(memory)
 
     def strides(self) -> tuple[int, ...] | None:
@@ -56,15 +57,15 @@ class ArrayAdapter(ABC):
         return None
 
     def pinned(self, nbytes: int) -> npt.NDArray[Any]:
-        """Allocate pinned memory, shape (nbytes,), uint8; of what is `pinnable`."""
+        """Allocate pinned memory, shape (nbytes,), uint8; requires `pinnable`."""
         raise NotImplementedError
 
     def fetch(self, into: npt.NDArray[Any]) -> None:
-        """Copy the elements into host memory of their shape and dtype; of what is `pinnable`."""
+        """Copy the elements into host memory of their shape and dtype; requires `pinnable`."""
         raise NotImplementedError
 
     def resident(self) -> DeviceArray | None:
-        """Show an array on a CUDA device where it is; None for others."""
+        """Return the array on its CUDA device; None for other memory."""
         return None
 
 
@@ -73,12 +74,11 @@ class DeviceArray(NamedTuple):
 
     Attributes:
         shape, dtype: as of NumPy arrays.
-        buffer: its elements in order: its own memory, or a copy where its strides need one.
-        is_own: whether it is its own memory.
-        new: makes an array of its kind and dtype on its device, of a shape; returns it with its
-            memory.
-        write: makes the elements of a buffer the array's; complete when the buffer is settled.
-        show: sees the memory of a buffer as an array of its kind, of a shape.
+        buffer: elements in C order: the array's memory, or a copy if its strides require one.
+        is_own: whether `buffer` is the array's memory.
+        new: returns a new array of this kind, dtype and device, of a given shape, and its memory.
+        write: copies a buffer into the array; complete once the buffer is synchronized.
+        show: returns the memory of a buffer as an array of this kind, of a given shape.
     """
 
     shape: tuple[int, ...]
@@ -90,12 +90,37 @@ class DeviceArray(NamedTuple):
     show: Callable[[DeviceBuffer, tuple[int, ...]], Any]
 
 
-def overlap_reason(shape: tuple[int, ...], strides: tuple[int, ...]) -> str | None:
-    """Say that an array cannot take a result since its elements share memory; None if not."""
+def overlap_reason(
+    shape: tuple[int, ...], strides: tuple[int, ...], itemsize: int = 1
+) -> str | None:
+    """Return why an array with overlapping elements cannot hold a result; None if it can.
+
+    Args:
+        shape: the array's shape.
+        strides: the array's strides.
+        itemsize: size of an element in the unit of the strides.
+    """
     pairs = zip(shape, strides, strict=True)
-    if 0 not in shape and any(n > 1 and stride == 0 for n, stride in pairs):
+    axes = sorted((abs(stride), n) for n, stride in pairs if n > 1)
+    used = itemsize  # by the faster axes
+    for stride, n in axes:
+        if stride < used:
+            break
+        used += stride * (n - 1)
+    else:
+        return None
+    # Views by `as_strided` may interleave axes, and then only the addresses show an overlap.
+    if 0 not in shape and (axes[0][0] == 0 or _closest(axes) < itemsize):
         return "several of its elements are the same memory"
     return None
+
+
+def _closest(axes: Sequence[tuple[int, int]]) -> int:
+    """Return the smallest distance of two elements."""
+    places = np.zeros(1, np.int64)
+    for stride, n in axes:
+        places = np.add.outer(places, stride * np.arange(n)).reshape(-1)
+    return int(np.diff(np.sort(places)).min())
 
 
 def dense_axes(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None:
@@ -112,10 +137,13 @@ def dense_axes(shape: Sequence[int], strides: Sequence[int]) -> list[int] | None
         >>> dense_axes((4, 3, 2), (6, 1, 3)), dense_axes((4, 3), (8, 2)), dense_axes((5, 1), (1, 9))
         ([0, 2, 1], None, [0])
     """
+    # The order of axes is undefined without elements.
     if 0 in shape:
         return None
+    # Axes of length 1 have arbitrary strides.
     axes = sorted((i for i, n in enumerate(shape) if n > 1), key=lambda i: -strides[i])
     expected = 1
+    # From the fastest axis outwards, each stride is the product of the shorter axes.
     for i in reversed(axes):
         if strides[i] != expected:
             return None

@@ -1,27 +1,26 @@
 """Adapter lookup: host memory for arrays of other libraries, and results in the same kind.
 
-A kind is known by the protocol that it speaks, never by a class name, and no library is imported
-that the caller's array does not come from:
+An array is recognized by its protocol, never by a class name. A lookup imports no library that the
+caller's array does not use:
 
-| kind | known by | elements | a result becomes |
+| kind | protocol | elements | result |
 | --- | --- | --- | --- |
 | PyTorch | `__torch_function__` | CPU: shared; else copied | a tensor on the same device |
 | CuPy, Numba, RMM | `__cuda_array_interface__`, or DLPack | copied | a CuPy array, same device |
-| JAX, array API | `__array_namespace__` | CPU: shared; else copied | as theirs, same device (1) |
-| anything else | `__dlpack__`, host memory | shared | a NumPy array |
+| JAX, array API | `__array_namespace__` | CPU: shared; else copied | same library and device (1) |
+| other | `__dlpack__`, host memory | shared | a NumPy array |
 
-(1) Where JAX has split an array among several devices, a result of its shape is split likewise; one
-of another shape, which such a split may not fit, is on the default device.
+(1) If JAX has sharded an array over several devices, a result of the same shape has the same
+sharding. A result of another shape is on the default device, because the sharding may not fit.
 
-JAX also shows the CUDA interface, but as read-only memory: it goes by its own namespace, so that
-its arrays need no CuPy.
+JAX also exposes the CUDA interface, but as read-only memory. Its arrays use the JAX namespace
+instead, so they need no CuPy.
 
-Order of streams: elements are copied to the host on the stream that is current for the array's
-device when the operation is called, which is then waited for once; where another library says that
-it works on a stream of its own, CuPy waits for that one first. A result is complete on the device
-when the operation returns. The host memory of CUDA arrays is pinned. What is copied so is copied
-whole; `device_array` shows large arrays to operations that work where they are, or in slices
-(`collectives.devices.staged`).
+Stream order: elements are copied to the host on the stream that is current for the array's device
+at the call, and the call waits for that stream once. If another library exports its own stream,
+CuPy first waits for that stream. A result is complete on the device when the operation returns. The
+host memory of CUDA arrays is pinned. These copies are of whole arrays; `device_array` exposes large
+arrays to operations that work in place or in slices (`collectives.devices.staged`).
 """
 
 from __future__ import annotations
@@ -36,25 +35,33 @@ from collectives.arrays.adapter import ArrayAdapter, DeviceArray, overlap_reason
 from collectives.arrays.cuda_adapter import device_memory, load_cupy
 from collectives.arrays.torch_adapter import tensor
 
-__all__ = ["adapter_for", "device_array"]
+__all__ = ["FOREIGN_ERRORS", "adapter_for", "device_array"]
 
-# DLPack's numbers of device types: CPU, pinned by CUDA, pinned by ROCm; and CUDA's own memory.
+# Errors of other libraries that cannot export an array.
+FOREIGN_ERRORS = (
+    AttributeError, BufferError, LookupError, MemoryError, RuntimeError, TypeError, ValueError,
+)  # fmt: skip
+
+# DLPack device types: CPU, pinned by CUDA, pinned by ROCm; CUDA device memory and managed memory.
 _DLPACK_HOST = (1, 3, 11)
 _DLPACK_CUDA = (2, 13)
 
 
 def device_array(x: object, least: int) -> tuple[ArrayAdapter, DeviceArray] | None:
-    """Show an array of at least `least` bytes on a CUDA device where it is; None for others.
+    """Return an array of at least `least` bytes on a CUDA device, with its adapter; else None.
 
-    What it was computed by, on its library's current stream, comes before what is done with it.
+    Later work on the array is ordered after the work on its library's current stream.
     """
     kind = type(x)
+    # By the type: on an instance of torch the property raises for CPU tensors.
     if kind is np.ndarray or not hasattr(kind, "__cuda_array_interface__"):
         return None
+    # `is_cpu` answers for torch without a device call; `nbytes` avoids an adapter for small arrays.
     if getattr(x, "is_cpu", False) or getattr(x, "nbytes", least) < least:
         return None
-    if not hasattr(kind, "__torch_function__"):  # which raises where a tensor has a gradient
+    if not hasattr(kind, "__torch_function__"):  # torch raises if a tensor requires a gradient
         interface = getattr(x, "__cuda_array_interface__", None)
+        # Read-only with an array namespace: JAX, which the module explains.
         if interface is None or (interface["data"][1] and hasattr(x, "__array_namespace__")):
             return None
     memory = adapter_for(x)
@@ -65,16 +72,18 @@ def device_array(x: object, least: int) -> tuple[ArrayAdapter, DeviceArray] | No
 
 
 def adapter_for(x: object) -> ArrayAdapter | None:
-    """Recognise an array of another library; None for what NumPy reads itself.
+    """Return the adapter of an array of another library; None if NumPy reads the array itself.
 
     Raises:
-        TypeError: the array is in memory that is out of reach here; says what would help.
+        TypeError: the memory of the array is not accessible; the text names a remedy.
     """
+    # If torch is not imported, the array cannot be one of its tensors.
     torch = sys.modules.get("torch")
     if torch is not None and hasattr(type(x), "__torch_function__"):
         return tensor(x, torch)
     interface = getattr(x, "__cuda_array_interface__", None)
     standard = hasattr(x, "__array_namespace__")
+    # JAX exposes device memory as read-only, and must not be written behind its back.
     if interface is not None and not (standard and interface["data"][1]):
         cupy = load_cupy()
         return device_memory(cupy.asarray(x), cupy, bool(interface["data"][1]))
@@ -90,6 +99,7 @@ class _ArrayApiAdapter(ArrayAdapter):
 
     def __init__(self, x: Any) -> None:
         self._x = x
+        # JAX shares host memory with NumPy, and copies from a device.
         self._host: npt.NDArray[Any] = np.asarray(x)
         self.shape = self._host.shape
         self.dtype = self._host.dtype
@@ -101,10 +111,11 @@ class _ArrayApiAdapter(ArrayAdapter):
         return self._host
 
     def wrap(self, result: npt.NDArray[Any]) -> Any:
-        # JAX compiles anew for an array that is bound to a device where there was an unbound one.
+        # JAX recompiles functions if an uncommitted array becomes committed to a device.
         bound = getattr(self._x, "committed", True)
+        # `device=None` leaves the array uncommitted, as the argument was.
         device = self._x.device if bound else None
-        # An array on several devices names how its shape is shared among them as its device.
+        # The `device` of a sharded array is its sharding.
         if result.shape != self.shape and not getattr(device, "is_fully_replicated", True):
             device = None
         return self._x.__array_namespace__().asarray(result, device=device)
@@ -114,7 +125,7 @@ class _ArrayApiAdapter(ArrayAdapter):
 
 
 class _DlpackAdapter(ArrayAdapter):
-    """Host memory that a library exports by DLPack without saying how to make such an array."""
+    """Host memory exported by DLPack, from a library without a constructor for results."""
 
     shared = True
 
@@ -125,16 +136,18 @@ class _DlpackAdapter(ArrayAdapter):
 
     def why_constant(self) -> str | None:
         if not self._host.flags.writeable:
-            return f"NumPy {np.__version__} sees it as read-only"  # as all, before 2.0
-        return overlap_reason(self.shape, self._host.strides)
+            return f"NumPy {np.__version__} sees it as read-only"  # before 2.0, all DLPack imports
+        return overlap_reason(self.shape, self._host.strides, self.dtype.itemsize)
 
     def elements(self) -> npt.NDArray[Any]:
         return self._host
 
+    # Without a constructor of the other library, the result is NumPy's.
     def wrap(self, result: npt.NDArray[Any]) -> Any:
         return result
 
     def write(self, result: npt.NDArray[Any]) -> None:
+        # The elements are the library's own memory.
         pass
 
 
@@ -143,6 +156,7 @@ def _export(x: Any) -> ArrayAdapter:
     if kind in _DLPACK_HOST:
         return _DlpackAdapter(x)
     if kind in _DLPACK_CUDA:
+        # DLPack orders the stream of CuPy after the stream of the exporter.
         cupy = load_cupy()
         return device_memory(cupy.from_dlpack(x), cupy, read_only=False)
     raise TypeError(

@@ -15,12 +15,12 @@ __all__ = ["device_memory", "has_cupy", "load_cupy", "nccl"]
 
 
 def device_memory(view: Any, cupy: Any, read_only: bool) -> ArrayAdapter:
-    """See memory of a CUDA device, of which CuPy has made an array of its own."""
+    """Return the adapter of CUDA device memory, given as a CuPy array."""
     return _DeviceMemory(view, cupy, read_only)
 
 
 class _DeviceMemory(ArrayAdapter):
-    """Memory of a CUDA device, as CuPy sees it."""
+    """CUDA device memory, as a CuPy array."""
 
     private = pinnable = True
 
@@ -34,15 +34,17 @@ class _DeviceMemory(ArrayAdapter):
     def why_constant(self) -> str | None:
         if self._read_only:
             return "it is read-only"
-        return overlap_reason(self.shape, self._view.strides)
+        return overlap_reason(self.shape, self._view.strides, self.dtype.itemsize)
 
     def elements(self) -> npt.NDArray[Any]:
+        # Pinned, because copies from pageable memory pass through a buffer of the driver.
         host = self.pinned(self._view.nbytes).view(self.dtype).reshape(self.shape)
         self.fetch(host)
         return host
 
     def pinned(self, nbytes: int) -> npt.NDArray[Any]:
         with self._view.device:
+            # At least one byte: CUDA rejects empty allocations.
             pinned = self._cupy.cuda.alloc_pinned_memory(max(1, nbytes))
         return np.frombuffer(pinned, np.uint8)[:nbytes]
 
@@ -51,6 +53,7 @@ class _DeviceMemory(ArrayAdapter):
             self._view.get(out=into)  # waits for the current stream
 
     def wrap(self, result: npt.NDArray[Any]) -> Any:
+        # On the device of the argument, whatever device is current.
         with self._view.device:
             array = self._cupy.asarray(result)
             self._wait()
@@ -68,6 +71,7 @@ class _DeviceMemory(ArrayAdapter):
         device = Device(self._cupy, self._view.device)
         kind = stored_as(self.dtype)
         with self._view.device:
+            # A copy only if the strides require one.
             flat = self._cupy.ascontiguousarray(self._view)
 
         def show(array: Any) -> DeviceBuffer:
@@ -76,13 +80,15 @@ class _DeviceMemory(ArrayAdapter):
         def new(shape: tuple[int, ...]) -> tuple[Any, DeviceBuffer]:
             with self._view.device:
                 array = self._cupy.empty(shape, self.dtype)
-            device.put()  # the pool may give memory that earlier work still uses
+            device.put()  # the pool may return memory that earlier work still uses
             return array, show(array)
 
+        # Viewed as the caller's dtype: the buffer may hold bits.
         def as_array(buffer: DeviceBuffer, shape: tuple[int, ...]) -> Any:
             return buffer.view.view(self.dtype).reshape(shape)
 
         def write(buffer: DeviceBuffer) -> None:
+            # Equal addresses: the kernel has written the array itself.
             if buffer.address != self._view.data.ptr:
                 with self._view.device:
                     self._view[...] = as_array(buffer, self.shape)
@@ -92,14 +98,15 @@ class _DeviceMemory(ArrayAdapter):
         return DeviceArray(self.shape, self.dtype, show(flat), is_own, new, write, as_array)
 
     def _wait(self) -> None:
-        # Pinned memory is read by the device after the call that started the copy; CuPy's pool
-        # would give it to someone else as soon as the last array on it is gone.
+        # The device reads pinned memory after the call that started the copy. CuPy's pool would
+        # reuse that memory as soon as the last array on it is gone.
         self._cupy.cuda.get_current_stream().synchronize()
 
 
 @functools.cache
 def has_cupy() -> bool:
-    """Tell whether CuPy can be used; PyTorch's tensors do without it."""
+    """Return whether CuPy is usable; PyTorch tensors do not need CuPy."""
+    # Cached, because the search for a device takes long, and its result does not change.
     try:
         load_cupy()
     except TypeError:
@@ -108,7 +115,7 @@ def has_cupy() -> bool:
 
 
 def load_cupy() -> Any:
-    """Import CuPy, which can be imported without a device, but then fails at every allocation."""
+    """Import CuPy, and check for a device: without one, every allocation would fail."""
     try:
         import cupy
     except ImportError as error:
@@ -122,7 +129,8 @@ def load_cupy() -> Any:
 
 
 def nccl() -> Any:
-    """Import CuPy's NCCL, which may be a stub that is not `available`; None where there is none."""
+    """Import CuPy's NCCL bindings, which may be an unavailable stub; None if they are missing."""
+    # CuPy builds without NCCL lack the module.
     try:
         from cupy.cuda import nccl as library
     except ImportError:

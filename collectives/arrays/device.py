@@ -1,13 +1,12 @@
 """Flat buffers for algorithms: NumPy arrays on the host, `DeviceBuffer` on a device.
 
-An algorithm cuts a buffer into slices, sends and receives them, and combines one with another. The
-functions here and in `collectives.arrays.reduction` do the little that differs, so that one
-schedule serves both memories. What else an algorithm asks of a buffer (`size`, `itemsize`,
-`nbytes`, `dtype`, slices) both kinds answer alike.
+An algorithm cuts a buffer into slices, sends and receives them, and reduces one into another. The
+functions here and in `collectives.arrays.reduction` hide the differences, so one schedule serves
+host and device memory. Both kinds of buffers have `size`, `itemsize`, `nbytes`, `dtype` and slices.
 
-Order on a device: work is put on one stream, the one that was current for the device as the call
-began. MPI knows nothing of streams. So who hands memory to it, to be read or to be overwritten,
-calls `synchronize` first, which waits for the stream if anything has been put on it since.
+Order on a device: all work is enqueued on one stream, the current stream of the device at the start
+of the call. MPI does not know streams. So call `synchronize` before MPI reads or overwrites memory;
+it waits for the stream if any work was enqueued since the last call.
 """
 
 from __future__ import annotations
@@ -35,33 +34,35 @@ __all__ = [
 BFLOAT16 = np.dtype(ml_dtypes.bfloat16)
 _HALVES = (np.dtype(np.float16), BFLOAT16)
 
-# NPY_USERDEF of NumPy's C headers: the first number of a dtype that another package has added.
+# NPY_USERDEF of NumPy's C headers: the first number of dtypes added by other packages.
 _FIRST_ADDED_DTYPE = 256
 
 
 def is_half(dtype: np.dtype[Any]) -> bool:
-    """Tell whether elements are floats of 16 bits: float16 or bfloat16."""
+    """Return whether elements are 16-bit floats: float16 or bfloat16."""
     return dtype in _HALVES
 
 
 def is_added(dtype: np.dtype[Any]) -> bool:
-    """Tell whether a package such as `ml_dtypes` has added the dtype to NumPy's."""
+    """Return whether the dtype was added to NumPy by a package such as `ml_dtypes`."""
+    # Numbers of NumPy's own dtypes are smaller.
     return dtype.num >= _FIRST_ADDED_DTYPE
 
 
 def stored_as(dtype: np.dtype[Any]) -> np.dtype[Any]:
     """Return the dtype in which a device stores elements: unsigned bits if CuPy lacks the dtype."""
+    # CuPy has no bfloat16 and none of `ml_dtypes`; copies need only the width of the elements.
     is_bits = is_half(dtype) or is_added(dtype)
     return np.dtype(f"u{dtype.itemsize}") if is_bits else dtype
 
 
 class Device:
-    """A CUDA device for the time of one call.
+    """A CUDA device during one call.
 
     Attributes:
-        cupy: the module.
-        context: CuPy's device; work is done inside of `with`.
-        stream: on which everything is put, current when the call began.
+        cupy: the CuPy module.
+        context: CuPy's device object, a context manager.
+        stream: the stream of all work, current at the start of the call.
     """
 
     def __init__(self, cupy: Any, context: Any) -> None:
@@ -69,14 +70,14 @@ class Device:
         self.context = context
         with context:
             self.stream = cupy.cuda.get_current_stream()
-        self._pending = True  # what the caller has put there
+        self._pending = True  # the caller may have enqueued work
 
     def put(self) -> None:
-        """Note that there is something on the stream."""
+        """Mark that work was enqueued on the stream."""
         self._pending = True
 
     def synchronize(self) -> None:
-        """Wait for everything on the stream."""
+        """Wait for all work on the stream."""
         if self._pending:
             self.stream.synchronize()
             self._pending = False
@@ -86,9 +87,9 @@ class DeviceBuffer:
     """Contiguous elements on a device.
 
     Args:
-        device: where.
-        view: CuPy's array of them, shape (n,), of the dtype `stored_as(dtype)`.
-        dtype: what the elements mean.
+        device: the device.
+        view: CuPy array of the elements, shape (n,), dtype `stored_as(dtype)`.
+        dtype: dtype of the elements.
     """
 
     __slots__ = ("device", "dtype", "size", "view")
@@ -111,12 +112,12 @@ class DeviceBuffer:
 
     @property
     def address(self) -> int:
-        """Where the elements begin, on the device."""
+        """Device address of the first element."""
         return int(self.view.data.ptr)
 
     @property
     def __cuda_array_interface__(self) -> dict[str, Any]:
-        """The bytes, for MPI; they are settled, so that there is no stream to wait for."""
+        """The bytes, for MPI; without a stream, because the buffer is synchronized before."""
         return {
             "shape": (self.nbytes,),
             "typestr": "|u1",
@@ -130,15 +131,15 @@ class DeviceBuffer:
         return DeviceBuffer(self.device, self.view[part], self.dtype)
 
     def synchronize(self) -> None:
-        """Wait until nothing on the device reads or writes the memory; before MPI does."""
+        """Wait until no device work reads or writes the memory; required before MPI does."""
         self.device.synchronize()
 
     def empty(self, count: int, dtype: np.dtype[Any] | None = None) -> DeviceBuffer:
-        """Return new memory on the same device, of the same dtype unless one is given."""
+        """Return new memory on the same device, of the same dtype by default."""
         dtype = self.dtype if dtype is None else dtype
         with self.device.context:
             view = self.device.cupy.empty(count, stored_as(dtype))
-        self.device.put()  # the pool may give memory that earlier work still uses
+        self.device.put()  # the pool may return memory that earlier work still uses
         return DeviceBuffer(self.device, view, dtype)
 
     def copy_from(self, source: DeviceBuffer) -> None:
@@ -148,30 +149,31 @@ class DeviceBuffer:
         self.device.put()
 
     def combine(self, function: str, other: DeviceBuffer) -> None:
-        """Combine with another buffer's elements, in place; not for floats of 16 bits."""
+        """Reduce another buffer into this one, elementwise; not for 16-bit floats."""
         with self.device.context:
+            # By name, because CuPy has NumPy's names.
             getattr(self.device.cupy, function)(self.view, other.view, out=self.view)
         self.device.put()
 
-    def divide(self, divisor: int) -> None:
+    def divide(self, divisor: float) -> None:
         """Divide in place."""
         with self.device.context:
             self.device.cupy.true_divide(self.view, divisor, out=self.view)
         self.device.put()
 
 
-# The only places where algorithms and messages tell the two kinds of memory apart.
+# Only these functions distinguish the two kinds of memory for algorithms and messages.
 
 
 def empty(count: int, like: Any) -> Any:
-    """Return new memory for `count` elements, of the dtype and in the memory of a buffer."""
+    """Return new memory for `count` elements, with the dtype and on the device of `like`."""
     if isinstance(like, DeviceBuffer):
         return like.empty(count)
     return np.empty(count, like.dtype)
 
 
 def copy(into: Any, source: Any) -> None:
-    """Copy a buffer's elements into another one of the same length, dtype and memory."""
+    """Copy a buffer into another buffer of the same length, dtype and memory."""
     if isinstance(into, DeviceBuffer):
         into.copy_from(source)
     else:
@@ -179,7 +181,7 @@ def copy(into: Any, source: Any) -> None:
 
 
 def combine(function: str, into: Any, other: Any) -> None:
-    """Combine two buffers by a function of NumPy and CuPy, such as "add", into the first."""
+    """Reduce `other` into `into` with a function of NumPy and CuPy, such as "add"."""
     if isinstance(into, DeviceBuffer):
         into.combine(function, other)
     else:
@@ -187,17 +189,18 @@ def combine(function: str, into: Any, other: Any) -> None:
 
 
 def canonical_nans(buffer: Any) -> None:
-    """Replace every NaN of a buffer in host memory by NumPy's.
+    """Replace every NaN of a host buffer by NumPy's NaN.
 
-    Several ranks compute these elements: `collectives.kernels.combine` has the reason. Buffers on a
-    device stay, because the same kernels on all ranks keep the same NaN.
+    Several ranks compute these elements; see `collectives.kernels.combine` for the reason. Device
+    buffers stay unchanged, because equal kernels on all ranks keep the same NaN.
     """
     if not isinstance(buffer, DeviceBuffer) and buffer.dtype.kind in "fc":
+        # Complex numbers as pairs, whose parts may be NaN apart.
         parts = buffer.view(buffer.real.dtype)
         parts[np.isnan(parts)] = np.nan
 
 
-def divide(buffer: Any, divisor: int) -> None:
+def divide(buffer: Any, divisor: float) -> None:
     """Divide a buffer's elements in place."""
     if isinstance(buffer, DeviceBuffer):
         buffer.divide(divisor)
@@ -206,6 +209,6 @@ def divide(buffer: Any, divisor: int) -> None:
 
 
 def synchronize(buffer: Any) -> None:
-    """Wait until nothing on a device reads or writes the memory; before MPI does."""
+    """Wait until no device work reads or writes the memory; required before MPI does."""
     if isinstance(buffer, DeviceBuffer):
         buffer.device.synchronize()

@@ -31,7 +31,8 @@ NUMBER_NAMES = "bool, an integer, float16, bfloat16, float32, float64, complex64
 
 
 def can_move(dtype: np.dtype[Any]) -> bool:
-    """Tell whether the bytes of elements mean the same in another process."""
+    """Return whether the bytes of an element have the same meaning in another process."""
+    # The usual dtypes first, without a look at their fields.
     if dtype in NUMBERS:
         return True
     if dtype.hasobject or not dtype.itemsize:  # pointers, or no bytes at all
@@ -39,6 +40,7 @@ def can_move(dtype: np.dtype[Any]) -> bool:
     base = dtype.base  # another dtype if a field is itself an array
     if base.fields is not None:
         return all(can_move(field[0]) for field in base.fields.values())
+    # Other packages' dtypes may have state outside of the bytes.
     return not is_added(base) or hasattr(ml_dtypes, base.name)
 
 
@@ -57,12 +59,13 @@ def spelled(dtype: np.dtype[Any]) -> str:
 
 
 def named(text: str) -> np.dtype[Any]:
-    """Return the dtype whose text `spelled` has returned."""
+    """Return the dtype for a text of `spelled`."""
+    # JSON begins with a bracket or brace; a name never does.
     return _dtype(json.loads(text) if text.startswith(("{", "[")) else text)
 
 
 def _dtype(form: Any) -> np.dtype[Any]:
-    """Return the dtype whose form `_form` has returned."""
+    """Return the dtype for a form of `_form`."""
     if isinstance(form, list):
         base, shape = form
         form = (_dtype(base), tuple(shape))
@@ -78,11 +81,13 @@ def _form(dtype: np.dtype[Any]) -> Any:
         base, shape = dtype.subdtype
         return _form(base), shape
     if dtype.names is None:
+        # By its name, because `str` of `ml_dtypes` is only "V1" or similar.
         return dtype.name if dtype in NUMBERS or is_added(dtype) else dtype.str
     fields = [dtype.fields[name] for name in dtype.names]  # type: ignore[index]
     return {
         "names": list(dtype.names),
         "formats": [_form(field[0]) for field in fields],
+        # With offsets, because structured dtypes may have padding.
         "offsets": [field[1] for field in fields],
         "itemsize": dtype.itemsize,
     }

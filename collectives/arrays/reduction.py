@@ -9,11 +9,11 @@
 | bool | error: it would wrap to 0 or 1 | error | yes: MIN is "all", MAX is "any" | yes |
 | all others | error | error | error | error |
 
-MEAN divides by the number of ranks *before* the sum, so that the sum of values near the largest
-number of the dtype does not overflow where their mean fits.
+MEAN divides by the number of ranks *before* the sum. So a sum of values near the largest number of
+the dtype does not overflow if the mean fits.
 
 LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR (all rows but the last) and INTEGER_MEAN (integers) use one of
-these reductions (`collectives.arrays.lowering`), MINLOC and MAXLOC two
+these reductions (`collectives.arrays.lowering`); MINLOC and MAXLOC use two
 (`collectives.operations.minloc`).
 """
 
@@ -54,12 +54,13 @@ __all__ = [
     "combine",
     "prescale",
     "ignore_float_errors",
+    "mean_scale",
     "work_dtype",
 ]
 
 
 class Op(Enum):
-    """A reduction; the value is its name in messages."""
+    """A reduction operation; the value is its name in messages."""
 
     SUM = "SUM"
     MEAN = "MEAN"
@@ -76,7 +77,7 @@ class Op(Enum):
     MINLOC = "MINLOC"
     MAXLOC = "MAXLOC"
 
-    # By identity: Enum's own is Python code, 0.1 us of every call that looks for its plan.
+    # By identity: Enum's `__hash__` is Python code and costs 0.1 us in every lookup of a plan.
     __hash__ = object.__hash__
 
 
@@ -85,19 +86,18 @@ BITWISE_AND, BITWISE_OR, BITWISE_XOR = Op.BITWISE_AND, Op.BITWISE_OR, Op.BITWISE
 LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR = Op.LOGICAL_AND, Op.LOGICAL_OR, Op.LOGICAL_XOR
 INTEGER_MEAN, MINLOC, MAXLOC = Op.INTEGER_MEAN, Op.MINLOC, Op.MAXLOC
 
-# What only operations know that call another one; and what finds out where a number is.
+# Ops computed through another op, and ops that return locations; few operations support them.
 LOWERED = (LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR, INTEGER_MEAN)
 LOCATING = (MINLOC, MAXLOC)
 
 
 class OpSpec(NamedTuple):
-    """How everybody who carries out an op calls it, and where it has no meaning.
+    """Functions of an op, and the dtypes that it rejects.
 
     Attributes:
-        function: combines two arrays in NumPy and CuPy, two numbers in `kernels.combine`; "" where
-            it goes by way of another op.
-        mpi: the name of MPI's op, or "".
-        undefined: kinds of dtypes for which it is not defined -> why.
+        function: name of the function in NumPy, CuPy and `kernels.combine`; "" for a lowered op.
+        mpi: name of the MPI op, or "".
+        undefined: kind of dtype -> reason why the op is undefined.
     """
 
     function: str
@@ -116,7 +116,7 @@ _NO_TRUNCATION = {**dict.fromkeys("fc", "only integers need it; use MEAN"), **_N
 
 RULES = {
     SUM: OpSpec("add", "SUM", _NO_SUM),
-    MEAN: OpSpec("add", "SUM", {**_NO_SUM, "i": _NO_MEAN, "u": _NO_MEAN}),  # divided before
+    MEAN: OpSpec("add", "SUM", {**_NO_SUM, "i": _NO_MEAN, "u": _NO_MEAN}),  # see `prescale`
     MIN: OpSpec("minimum", "MIN", _NO_ORDER),
     MAX: OpSpec("maximum", "MAX", _NO_ORDER),
     PRODUCT: OpSpec("multiply", "PROD", _NO_SUM),
@@ -131,13 +131,13 @@ RULES = {
 
 
 def check(op: Op, dtype: np.dtype[Any], *, operation: str, by_way: bool = False) -> None:
-    """Refuse a pair of op and dtype that has no meaning.
+    """Check that an op is defined for a dtype.
 
     Args:
-        op: what a caller gives.
-        dtype: of the array.
-        operation: the caller's name.
-        by_way: whether the operation knows the ops that go by way of others.
+        op: the caller's argument.
+        dtype: dtype of the array.
+        operation: name of the operation, for errors.
+        by_way: whether the operation supports lowered ops.
 
     Raises:
         TypeError: see the table of this module.
@@ -148,15 +148,17 @@ def check(op: Op, dtype: np.dtype[Any], *, operation: str, by_way: bool = False)
             f"{operation}: op is not a reduction, expected one of {names} "
             f"from the module collectives, got {op!r}"
         )
+    # Ops that need two reductions or a conversion exist for few operations.
     if op in LOCATING or (op in LOWERED and not by_way):
         others = "allreduce, reduce and reduce_scatter"
         where = others if op in LOCATING else f"{others}, alone or grouped"
-        raise TypeError(f"{operation}: there is no {op.value} here, but in {where}")
+        raise TypeError(f"{operation}: {op.value} is not supported, only by {where}")
     if dtype not in NUMBERS:
         raise TypeError(
             f"{operation}: {op.value} is not defined for this dtype, expected {NUMBER_NAMES}, got "
             f"{dtype}; arrays of other dtypes can only be moved"
         )
+    # bfloat16 has the kind "V" in NumPy, and is a float here.
     kind = "f" if is_half(dtype) else dtype.kind
     why = RULES[op].undefined.get(kind)
     if why is not None:
@@ -169,26 +171,37 @@ def work_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
 
 
 def ignore_float_errors() -> np.errstate:
-    """Let an overflow or a NaN be a result, whatever the program has told NumPy.
+    """Return a context manager that silences float errors, whatever NumPy's settings are.
 
-    A loss scaler waits for it and needs no warning; and an error on the one rank that meets it
-    would leave the others waiting.
+    A loss scaler expects overflows without a warning, and an exception on one rank would leave the
+    other ranks waiting.
     """
     return np.errstate(all="ignore")
 
 
 def prescale(buffer: Array, op: Op, size: int) -> None:
-    """Do, in place, what has to happen to every rank's contribution before it is combined."""
+    """Scale a rank's contribution in place, as the op requires before the reduction."""
+    # Before the sum, so that a sum near the largest number does not overflow.
     if op is MEAN and size > 1:
         with ignore_float_errors():
             device.divide(buffer, size)
 
 
+def mean_scale(size: int) -> int:
+    """Return the divisor for `prescale` if ranks divide the sum of up to `size` arrays by a count.
+
+    A power of two, which changes no bit of the mean, except of subnormal numbers. Divide the sum of
+    the scaled arrays by the count over the scale.
+    """
+    return 1 << (size - 1).bit_length()
+
+
 def combine(op: Op) -> Callable[[Array, Array], None]:
-    """Return `f(accumulator, contribution)`, which changes the accumulator in place."""
+    """Return `f(accumulator, contribution)`, which updates the accumulator in place."""
     function = RULES[op].function
 
     def into(accumulator: Array, contribution: Array) -> None:
+        # Per call, because NumPy's error state belongs to the thread.
         with ignore_float_errors():
             device.combine(function, accumulator, contribution)
 

@@ -1,19 +1,19 @@
 """Pipelined copies of device arrays through host memory, slice by slice.
 
-Three windows of host memory, each as long as a slice. While slice k is worked on in one of them,
-slice k + 1 comes from the device into the next, and slice k - 1 goes back from the third:
+Three windows of host memory hold one slice each. While slice k is processed in one window, slice
+k + 1 is copied from the device to the next, and slice k - 1 is copied back from the third:
 
     from the device   | 0 | 1 | 2 | 3 |   |
     work              |   | 0 | 1 | 2 | 3 |
     back                  |   | 0 | 1 | 2 | 3 |
 
-Both directions have a stream of their own. They begin after everything on the stream that was
-current when the call began; a window is filled again only after what it held has gone back. When
-`CopyStreams.stream_through` returns, or fails, nothing is on its way any more, and all results are
+Each direction has its own stream. Both streams start after the work on the stream that was current
+at the start of the call. A window is refilled only after its previous slice has been copied back.
+When `CopyStreams.stream_through` returns or fails, all copies have ended and all results are
 complete.
 
-The windows are pinned, so that the device copies by itself: memory that CUDA has allocated so, or
-shared memory that it has pinned. Where it cannot, copies are correct, but nothing overlaps.
+The windows are pinned so that copies are asynchronous: allocated by CUDA, or shared memory that
+CUDA has pinned. If pinning fails, copies are correct but do not overlap.
 """
 
 from __future__ import annotations
@@ -42,17 +42,17 @@ log = logging.getLogger(__name__)
 
 WINDOWS = 3
 
-# Bytes of a slice. Two ranks on one NVIDIA H200, where pinned copies run at 54 GB/s, those of 2 MiB
-# at 45; an all-reduce by slices of 1, 2, 4 and 8 MiB took, in ms, of 16 MiB 2.2, 1.9, 1.8, 2.2; of
-# 64 MiB 7.3, 5.2, 4.9, 5.1; of 256 MiB 28, 19, 17, 16. Filling and draining costs two slices.
-# By messages a slice is cut into a chunk for each rank, and a chunk of less than 256 KiB is slow
-# (`ring.SLICE_BYTES`), so that it grows with the ranks, up to 8 MiB: 24 MiB for each rank.
+# Bytes of a slice. Two ranks on one NVIDIA H200, with pinned copies at 54 GB/s, at 45 GB/s for
+# 2 MiB. All-reduce in slices of 1, 2, 4 and 8 MiB, in ms: 16 MiB 2.2, 1.9, 1.8, 2.2; 64 MiB 7.3,
+# 5.2, 4.9, 5.1; 256 MiB 28, 19, 17, 16. The first and the last slice do not overlap.
+# By messages a slice is cut into one chunk per rank, and chunks below 256 KiB are slow
+# (`ring.SLICE_BYTES`). So slices grow with the number of ranks, up to 8 MiB: 24 MiB per rank.
 SLICE_BYTES = 2 << 20
 _CHUNK_BYTES = 1 << 18
 _MOST_SLICE_BYTES = 8 << 20
 
-# Bytes up to which an array that ranks of one node reduce is copied to memory of its rank alone, as
-# one of the host would be. Longer ones are reduced where all ranks see them.
+# Largest array, in bytes, that ranks of one node reduce through a private host copy. Longer arrays
+# are reduced in shared windows.
 SMALL_BYTES = 1 << 16
 
 # cudaHostRegisterPortable: pinned for all devices of the process.
@@ -60,13 +60,14 @@ _PORTABLE = 1
 
 
 def slice_bytes(size: int, *, by_messages: bool) -> int:
-    """Return the bytes of a slice for a group of `size` ranks; the same on all of them."""
+    """Return the bytes of a slice for a group of `size` ranks; the same on all ranks."""
+    # By messages each rank's chunk of a slice must be long enough.
     wanted = size * _CHUNK_BYTES if by_messages else 0
     return min(_MOST_SLICE_BYTES, max(SLICE_BYTES, wanted))
 
 
 def small_bytes(slice_bytes: int, *, by_messages: bool) -> int:
-    """Return up to how many bytes arrays are reduced as if they were the host's."""
+    """Return the largest number of bytes that is reduced like a host array."""
     return slice_bytes if by_messages else min(SMALL_BYTES, slice_bytes)
 
 
@@ -74,8 +75,8 @@ class StagingBuffers(NamedTuple):
     """Host memory for slices.
 
     Attributes:
-        parts: shape (bytes of a slice,), uint8, each.
-        release: gives the memory back to the system, as far as it was pinned.
+        parts: the windows, each of shape (bytes of a slice,), uint8.
+        release: unpins the memory, if it was pinned here.
     """
 
     parts: list[Array]
@@ -84,18 +85,21 @@ class StagingBuffers(NamedTuple):
 
 def pinned(cupy: Any, nbytes: int) -> StagingBuffers:
     """Allocate pinned windows of `nbytes` each."""
+    # One allocation, because each pinning takes milliseconds.
     memory = np.frombuffer(cupy.cuda.alloc_pinned_memory(WINDOWS * nbytes), np.uint8)
     return StagingBuffers(_parts(memory[: WINDOWS * nbytes]), lambda: None)
 
 
 def pin_existing(cupy: Any, memory: Array) -> StagingBuffers:
-    """Make windows of memory that exists, shape (nbytes,), uint8, and pin it where possible."""
+    """Split existing memory, shape (nbytes,), uint8, into windows, and pin it if possible."""
     start = address(memory)
     try:
+        # The memory belongs to the ranks of the node, so CUDA can only pin what exists.
         cupy.cuda.runtime.hostRegister(start, memory.nbytes, _PORTABLE)
-    except RuntimeError as error:  # CUDA's errors are of this kind
+    except RuntimeError as error:  # the base class of CuPy's CUDA errors
         log.info("shared memory cannot be pinned, so copies do not overlap: %s", error)
         return StagingBuffers(_parts(memory), lambda: None)
+    # Unpinned before the memory is unmapped.
     return StagingBuffers(_parts(memory), lambda: cupy.cuda.runtime.hostUnregister(start))
 
 
@@ -110,6 +114,7 @@ class CopyStreams:
     def __init__(self, cupy: Any, context: Any) -> None:
         self._context = context
         with context:
+            # Non-blocking: the default stream of the program must not wait for these copies.
             self._out = cupy.cuda.Stream(non_blocking=True)
             self._back = cupy.cuda.Stream(non_blocking=True)
 
@@ -121,17 +126,18 @@ class CopyStreams:
         work: Callable[[Array, int], None],
         like: DeviceBuffer,
     ) -> None:
-        """Bring every slice of an array to the host, work on it there, and take it back.
+        """Copy an array to the host, process it, and copy it back, slice by slice.
 
         Args:
             windows: the host memory.
-            source: what comes to the host; None if nothing does.
-            target: where it goes back to, perhaps the source itself; None if nothing does.
+            source: array that is copied to the host; None copies nothing.
+            target: destination of the copies back, may be the source; None copies nothing back.
             work: called with each slice in host memory, of the array's dtype, and its number.
-            like: an array of the same length; its device's stream comes first.
+            like: an array of the same length; copies start after the work on its device's stream.
         """
         length = windows.parts[0].size // like.itemsize
         count = math.ceil(like.size / length)
+        # Events of copies from the device, and of copies back, by slice.
         fetched: list[Any] = [None] * count
         returned: list[Any] = [None] * count
 
@@ -146,29 +152,34 @@ class CopyStreams:
         def fetch(number: int) -> None:
             if source is None or number >= count:
                 return
+            # The window is free once its previous slice has been copied back.
             if number >= WINDOWS and returned[number - WINDOWS] is not None:
                 self._out.wait_event(returned[number - WINDOWS])
             fetched[number] = _start(source[cut(number)], window(number), self._out, out=True)
 
         with self._context:
+            # All earlier work of the caller on the array's stream.
             begin = like.device.stream.record()
             self._out.wait_event(begin)
             self._back.wait_event(begin)
             try:
+                # One slice ahead of the work.
                 fetch(0)
                 for number in range(count):
                     fetch(number + 1)
+                    # In host time: `work` may call MPI, which knows no streams.
                     self._make_ready(fetched[number], returned, number)
                     work(window(number), number)
                     if target is not None:
                         part = target[cut(number)]
                         returned[number] = _start(part, window(number), self._back, out=False)
             finally:
+                # Also after an error, so that no copy uses the caller's memory later.
                 self._out.synchronize()
                 self._back.synchronize()
 
     def _make_ready(self, fetched: Any, returned: list[Any], number: int) -> None:
-        """Wait until a slice has come; where none comes, until its window is free."""
+        """Wait for the data of a slice; without a source, wait until its window is free."""
         if fetched is not None:
             fetched.synchronize()
         elif number >= WINDOWS and returned[number - WINDOWS] is not None:
@@ -178,6 +189,7 @@ class CopyStreams:
 def _start(part: DeviceBuffer, window: Array, stream: Any, *, out: bool) -> Any:
     """Start a copy from or to a device; return the event after it."""
     pointer = part.view.data
+    # Asynchronous only with pinned windows.
     copy = pointer.copy_to_host_async if out else pointer.copy_from_host_async
     copy(address(window), window.nbytes, stream)
     return stream.record()

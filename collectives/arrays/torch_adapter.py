@@ -14,24 +14,25 @@ from collectives.arrays.adapter import ArrayAdapter, DeviceArray, dense_axes, ov
 from collectives.arrays.cuda_adapter import has_cupy, load_cupy
 from collectives.arrays.device import Device, DeviceBuffer, is_added, stored_as
 
-__all__ = ["tensor"]
+__all__ = ["as_tensor", "elements_of", "tensor"]
 
 
 def tensor(x: Any, torch: Any) -> ArrayAdapter:
-    """See a tensor of PyTorch."""
+    """Return the adapter of a PyTorch tensor."""
     return _Tensor(x, torch)
 
 
 class _Tensor(ArrayAdapter):
-    """A tensor of PyTorch, without its history: results have no gradient."""
+    """A PyTorch tensor, detached from its graph: results have no gradient."""
 
     def __init__(self, x: Any, torch: Any) -> None:
         self._torch = torch
         self._x = x
         self.shape = tuple(x.shape)
         self.dtype = _tensor_dtype(x.dtype)
-        # A tensor that is conjugated or negated when it is read has other bits in memory.
+        # Lazily conjugated or negated tensors have other bits in memory.
         self.shared = x.is_cpu and not (x.is_conj() or x.is_neg())
+        # A lazy or device tensor is copied, so the copy may be overwritten.
         self.private = not self.shared
         self.pinnable = x.is_cuda
 
@@ -40,23 +41,25 @@ class _Tensor(ArrayAdapter):
 
     def elements(self) -> npt.NDArray[Any]:
         if not self._x.is_cuda:
-            return _tensor_elements(self._x, self._torch)
+            return elements_of(self._x)
         nbytes = self._x.numel() * self.dtype.itemsize
         host = self.pinned(nbytes).view(self.dtype).reshape(self.shape)
         self.fetch(host)
         return host
 
     def pinned(self, nbytes: int) -> npt.NDArray[Any]:
+        # `pin_memory` uses PyTorch's cache of pinned blocks.
         pinned = self._torch.empty(nbytes, dtype=self._torch.uint8, pin_memory=True)
         host: npt.NDArray[Any] = pinned.numpy()
         return host
 
     def fetch(self, into: npt.NDArray[Any]) -> None:
-        # Not asynchronous: returns when the stream that is current here has done the copy.
-        self._as_tensor(into).copy_(self._x.detach())
+        # Synchronous: returns after the current stream has done the copy.
+        as_tensor(into).copy_(self._x.detach())
 
     def wrap(self, result: npt.NDArray[Any]) -> Any:
-        made = self._as_tensor(result).to(self._x.device)
+        # The host result has no other owner, so a CPU tensor shares it.
+        made = as_tensor(result).to(self._x.device)
         # The strides of `torch.empty_like`, because optimizers that work on lists of tensors are
         # fast only if a tensor and its gradient have the same strides.
         strided = len(self.shape) > 1 and not self._x.is_contiguous()  # 0.1 us
@@ -66,7 +69,7 @@ class _Tensor(ArrayAdapter):
         return made
 
     def show(self, memory: npt.NDArray[Any]) -> Any:
-        return self._as_tensor(memory)
+        return as_tensor(memory)
 
     def strides(self) -> tuple[int, ...] | None:
         strides = tuple(self._x.stride())
@@ -77,27 +80,22 @@ class _Tensor(ArrayAdapter):
             # Lets autograd refuse a backward pass that needs the old elements.
             self._torch.autograd.graph.increment_version(self._x)
         else:
-            self._x.detach().copy_(self._as_tensor(result))
-
-    def _as_tensor(self, host: npt.NDArray[Any]) -> Any:
-        """Show host memory as a tensor."""
-        if is_added(host.dtype):
-            bits = self._torch.from_numpy(host.view(f"i{host.itemsize}"))
-            return bits.view(getattr(self._torch, host.dtype.name))
-        return self._torch.from_numpy(host)
+            self._x.detach().copy_(as_tensor(result))
 
     def resident(self) -> DeviceArray | None:
         if not self._x.is_cuda or not has_cupy():
             return None
+        # In place of lazy flags, the elements themselves.
         x = self._x.detach().resolve_conj().resolve_neg()
         flat = x.contiguous()
         stream = self._torch.cuda.current_stream(x.device)
+        # CuPy may use another stream, so PyTorch's work must be complete.
         stream.synchronize()
         cupy = load_cupy()
         device = Device(cupy, cupy.cuda.Device(x.device.index))
 
         def show(tensor: Any) -> DeviceBuffer:
-            # What CuPy's `asarray` would make, in a third of its time: steps see hundreds of them.
+            # Same as CuPy's `asarray` in a third of its time: a step converts hundreds of tensors.
             memory = cupy.cuda.UnownedMemory(
                 tensor.data_ptr(), tensor.nbytes, tensor, device.context.id
             )
@@ -107,31 +105,46 @@ class _Tensor(ArrayAdapter):
 
         def new(shape: tuple[int, ...]) -> tuple[Any, DeviceBuffer]:
             array = self._torch.empty(shape, dtype=x.dtype, device=x.device)
-            stream.synchronize()  # PyTorch's pool may give memory that earlier work still uses
+            stream.synchronize()  # PyTorch's pool may return memory that earlier work still uses
             return array, show(array)
 
-        def as_tensor(buffer: DeviceBuffer, shape: tuple[int, ...]) -> Any:
+        def show_buffer(buffer: DeviceBuffer, shape: tuple[int, ...]) -> Any:
             raw = self._torch.as_tensor(buffer, device=self._x.device)
             return raw.view(self._x.dtype).reshape(shape)
 
         def write(buffer: DeviceBuffer) -> None:
             buffer.synchronize()
             if buffer.address != self._x.data_ptr():
-                self._x.detach().copy_(as_tensor(buffer, self.shape))
+                self._x.detach().copy_(show_buffer(buffer, self.shape))
                 stream.synchronize()
             self._torch.autograd.graph.increment_version(self._x)
 
         is_own = bool(flat.data_ptr() == self._x.data_ptr())
-        return DeviceArray(self.shape, self.dtype, show(flat), is_own, new, write, as_tensor)
+        return DeviceArray(self.shape, self.dtype, show(flat), is_own, new, write, show_buffer)
 
 
-def _tensor_elements(tensor: Any, torch: Any) -> npt.NDArray[Any]:
-    """View a tensor as NumPy array; what is lazy in it, or on another device, is copied."""
+def as_tensor(array: npt.NDArray[Any]) -> Any:
+    """Return a PyTorch tensor that shares an array's memory.
+
+    PyTorch rejects the dtypes of `ml_dtypes`, such as bfloat16: their bits become a tensor of
+    integers, which is viewed with PyTorch's own dtype.
+    """
+    torch: Any = sys.modules["torch"]
+    if is_added(array.dtype):
+        bits = torch.from_numpy(array.view(f"i{array.itemsize}"))
+        return bits.view(getattr(torch, array.dtype.name))
+    return torch.from_numpy(array)
+
+
+def elements_of(tensor: Any) -> npt.NDArray[Any]:
+    """Return a tensor as a NumPy array: a view, or a copy if it is lazy or on another device."""
     array: npt.NDArray[Any]
     added = _added_dtype(tensor.dtype)
     if added is None:
+        # `force` detaches, resolves lazy flags, and copies from a device.
         array = tensor.numpy(force=True)
     else:
+        torch: Any = sys.modules["torch"]
         bits = getattr(torch, f"int{8 * added.itemsize}")
         array = tensor.detach().view(bits).numpy(force=True).view(added)
     return array
@@ -148,4 +161,4 @@ def _added_dtype(dtype: Any) -> np.dtype[Any] | None:
 @functools.cache
 def _tensor_dtype(dtype: Any) -> np.dtype[Any]:
     torch: Any = sys.modules["torch"]
-    return _tensor_elements(torch.empty(0, dtype=dtype), torch).dtype
+    return elements_of(torch.empty(0, dtype=dtype)).dtype

@@ -17,20 +17,21 @@ __all__ = ["split_counts", "output_mismatch"]
 
 
 def split_counts(call: Call, array: Array, counts: Splits | None) -> list[int]:
-    """Return the rows of an array for every rank.
+    """Return the number of rows for every rank.
 
     Args:
         array: shape (n, ...).
-        counts: the rows for every rank; even shares if None, the first `n % size` ranks getting
-            one row more.
+        counts: rows for every rank; None shares evenly, with one more row for each of the first
+            `n % size` ranks.
 
     Raises:
-        ValueError: the array is a scalar, or the numbers do not add up to n.
+        ValueError: the array is a scalar, or the counts do not add up to n.
     """
     size, operation = call.group.size, call.operation
     if array.ndim == 0:
         raise ValueError(f"{operation}: a scalar has no rows, expected shape (n, ...)")
     if counts is None:
+        # The rule of `numpy.array_split`: longer shares first.
         bounds = topology.chunk_bounds(array.shape[0], size)
         return [stop - start for start, stop in itertools.pairwise(bounds)]
     rows = [operator.index(n) for n in counts]
@@ -49,14 +50,16 @@ def output_mismatch(
     given: Sequence[int],
     expected: Sequence[int],
 ) -> Exception | None:
-    """Return the error of this rank if the `out` of any rank does not fit, which all know.
+    """Return this rank's error if `out` has the wrong shape on any rank, else None.
+
+    All ranks know the shapes, so all ranks raise an error.
 
     Args:
         group: the ranks.
-        operation: its name.
-        row: the shape of a row.
-        given: rows of everyone's `out`, that of `ALLOCATE` where there is none.
-        expected: rows of everyone's result.
+        operation: name of the operation.
+        row: shape of a row.
+        given: rows of `out` on every rank, `ALLOCATE.number` without `out`.
+        expected: rows of the result on every rank.
     """
     wrong = {
         rank: f"out has the wrong shape, expected {(right, *row)}, got {(n, *row)}"
@@ -65,9 +68,11 @@ def output_mismatch(
     }
     if not wrong:
         return None
+    # A rank with a wrong `out` raises its own error, as if it had refused the call alone.
     if group.rank in wrong:
         return ValueError(f"{operation}: {wrong[group.rank]}")
     name, first = group.transport.name, next(iter(wrong))
     whys = some([f"{name([rank])}: {why}" for rank, why in wrong.items()])
-    text = f"{operation}: refused on {name(list(wrong))}, so none goes on: {whys}"
+    text = f"{operation}: refused on {name(list(wrong))}, so no rank continues: {whys}"
+    # The first rank with a wrong `out` prints its error first; the others follow (`core.errors`).
     return in_turn(MismatchError(text), (group.rank - first) % group.size)

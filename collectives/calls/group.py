@@ -1,12 +1,11 @@
 """State shared by the operations of one group: transport, nodes, settings, engine, plans, records.
 
-Operations are functions of a group. It knows none of them: what one keeps between its calls, the
-group holds for it (`state_of`).
+Operations are functions of a group, and the group imports none of them. `state_of` holds the
+state that an operation keeps between calls.
 """
 
 from __future__ import annotations
 
-import os
 import threading
 import time
 import weakref
@@ -19,6 +18,7 @@ from collectives.algorithms.cost_model import RankLayout
 from collectives.calls.group_registry import GroupRegistry, Registration
 from collectives.core import settings, topology
 from collectives.core.errors import CollectiveError, CollectiveTimeout, PeerFailure
+from collectives.core.process_hooks import in_child
 from collectives.kernels import buffer_address
 from collectives.launch.open_mpi import is_fault_tolerant
 from collectives.node import engine
@@ -30,65 +30,69 @@ from collectives.transport.transport import Deadline, Transport
 
 __all__ = ["Group", "attach_listeners_to_all"]
 
-# UNISONO_CHECK=sample compares the first calls, where programs are wrong from the start, and then
-# every so many, where ranks drift apart. Counted per group, so that all ranks choose alike.
+# UNISONO_CHECK=sample compares the first calls, because most mistakes show at the start, and then
+# every 64th, because ranks may drift apart. Counted per group, so that all ranks choose alike.
 _SAMPLE_FIRST = 64
 _SAMPLE_EVERY = 64
 
-# After a failure MPI may take as long to end as an operation may wait, but not less than this: a
-# short limit of operations says nothing about how long the other ranks' programs go on.
+# Lower limit of the time for MPI_Finalize after a failure. A short timeout of operations does not
+# bound the time that the programs of the other ranks still run.
 _LEAST_EXIT_SECONDS = 60.0
 
 T = TypeVar("T")
 
-# All groups of this process.
+# All groups of this process, for `fork` and for the timeline.
 _groups: weakref.WeakSet[Group] = weakref.WeakSet()
 
 
 def _refuse_in_child() -> None:
     """Refuse all calls in a forked child, which is not a rank."""
+    # A copy, because a group may be collected meanwhile.
     for group in list(_groups):
         group.refuse_calls("a forked child is not a rank: call it in the parent")
+        # The thread of the call under way does not exist in the child, so the gate is set in any
+        # case.
         group.gate = group.unusable
         group._collided = False
 
 
-os.register_at_fork(after_in_child=_refuse_in_child)
+in_child(_refuse_in_child)
 
 
 def attach_listeners_to_all() -> None:
-    """Let all groups find out that there is a timeline, or none any more."""
+    """Update the listeners of all groups after a timeline has started or stopped."""
     for group in list(_groups):
         group.attach_listeners()
 
 
 class Group:
-    """The ranks that call operations together, one call after the other.
+    """Ranks that call operations together, one call at a time.
 
     Args:
         transport: moves arrays between the ranks.
-        leaders: for every rank an integer that is the same exactly for the ranks of one node.
-        configuration: the settings, from the environment if None.
-        name: in flight records.
+        leaders: one integer per rank, equal exactly for the ranks of one node.
+        configuration: the settings; None reads the environment.
+        name: name of the group in flight records.
 
     Attributes:
         rank, size, local_rank, local_size, node_rank, num_nodes: see `Communicator`.
-        layout: what "auto" goes by.
-        levels_by_messages: the stages in and between nodes, all of them by messages.
-        levels: the same, in shared memory inside this rank's node where the ranks meet there.
-        node_engine: where the ranks of this node meet; None before the first call, and where they
-            share no memory.
-        plans: what calls need that are like earlier ones (`collectives.operations.plan_cache`).
-        address_reader: reads the addresses of the arrays of such calls.
-        call_number: of the last call.
-        child_count: how many groups were made of this one.
-        tagged_groups_made: how many groups with a tag were made of this one, with this rank first.
-        registry: the groups made of this one, shared with the group that this one was made of.
-        unusable: why there can be no more calls; None if there can.
-        gate: None if a call may begin; the call under way, an object with its name in `operation`;
-            or `unusable`. A call checks it, and then stores itself there. CPython switches threads
-            at calls and backward jumps only, and there are none in between.
-        listener: is told as operations begin and end; None if nobody is.
+        layout: ranks, nodes and link costs; "auto" picks algorithms by them.
+        levels_by_messages: the stages in and between nodes, all by messages.
+        levels: the same stages, in shared memory inside this rank's node if it has an engine.
+        node_engine: engine of this rank's node; None before the first call, and without shared
+            memory.
+        plans: cached preparations of repeated calls (`collectives.operations.plan_cache`).
+        address_reader: reads the addresses of arrays in repeated calls.
+        call_number: number of the last call.
+        child_count: number of groups created from this group.
+        tagged_groups_made: number of groups with a tag created from this group whose first rank is
+            this rank.
+        registry: groups created from this group, shared with its parent group.
+        unusable: reason why the group refuses calls; None if it is usable.
+        gate: None if a call may start; else the call under way, an object with its name in
+            `operation`, or `unusable`. A call checks the gate, then stores itself. CPython switches
+            threads only at calls and backward jumps, and neither occurs between the two steps.
+        listener: called when operations begin and end; None without a status board and timeline.
     """
 
     def __init__(
@@ -109,9 +113,11 @@ class Group:
         machine = self.settings.links.machine
         self.layout = RankLayout(self.size, self.num_nodes, machine)
         self.levels_by_messages = hierarchical.levels(transport, self.leaders, machine)
+        # Replaced in the first call if the node has an engine.
         self.levels = self.levels_by_messages
         self.node_engine: engine.Engine | None = None
         self.plans: dict[object, Any] = {}
+        # Until a plan is stored: compiled code is not loaded for programs that make few calls.
         self.address_reader = buffer_address.in_python
         self.call_number = 0
         self.child_count = 0
@@ -123,17 +129,19 @@ class Group:
         self._collided = False  # two threads called at once; the other ranks are not informed yet
         self.listener: CallListener | None = None
         self._tracer: CallTracer | None = None
-        self._met = False  # whether the ranks of a node have tried to make an engine
+        self._met = False  # whether the ranks of the node have tried to create an engine
         self._state: dict[Callable[..., Any], Any] = {}
         _groups.add(self)
         self.attach_listeners()
 
     def attach_listeners(self) -> None:
-        """Find out who is to be told of operations: other ranks of the node, and a timeline."""
+        """Choose the listener of operations: the node's status board, the timeline, or None."""
+        # Without a timeline the status board alone is notified, which costs less than a tracer.
         self.listener, self._tracer = self.status, None
         if self.node_engine is not None:
             self.node_engine.enable_tracing(timeline.running is not None)
         if timeline.running is not None:
+            # Without several nodes, `levels.node` has the same ranks.
             ranks = self.transport if self.num_nodes == 1 else self.levels.node
             world = self.world_ranks
             members = GroupInfo(
@@ -147,14 +155,15 @@ class Group:
 
     @property
     def world_ranks(self) -> Sequence[int]:
-        """The numbers of the group's ranks in the world."""
+        """The ranks of the group by their numbers in the world."""
+        # An empty or missing list: the transport is the world.
         return self.transport.world or range(self.size)
 
     def register(self, registry: GroupRegistry, name: str) -> None:
-        """Let this group be freed once all its ranks have dropped it.
+        """Register this group, so that it is freed once all its ranks have dropped it.
 
         Args:
-            registry: of the group that this one was made of.
+            registry: registry of the parent group.
             name: equal on all ranks; unique among the registered groups that share a rank.
         """
         self.registry = registry
@@ -165,20 +174,21 @@ class Group:
             self.registry.remove(self._registration)
 
     def state_of(self, make: Callable[[Group], T]) -> T:
-        """Return what an operation keeps between its calls, made when it is first asked for."""
+        """Return the state that an operation keeps between calls; the first request creates it."""
         if make not in self._state:
-            self._state.setdefault(make, make(self))  # by one of two threads
+            self._state.setdefault(make, make(self))  # atomic, in case two threads create it
         return cast(T, self._state[make])
 
     def close_state_of(self, make: Callable[[Group], Any]) -> None:
-        """Close the object that `state_of(make)` has made, if there is one."""
+        """Close the state of an operation, if it exists."""
         if make in self._state:
             self._state[make].close()
 
     def deadline(self, operation: str, timeout: float | None = None) -> Deadline:
-        """Return a deadline that begins now; the timeout of the settings if None."""
+        """Return a deadline that starts now; None uses the timeout of the settings."""
         limit = self.settings.timeout if timeout is None else timeout
         deadline = Deadline(operation, limit, self.settings.stall_warning, self._missing)
+        # Compiled rounds and the waits of messages note their times for the tracer.
         if self._tracer is not None:
             deadline.waits = self._tracer.waits()
         return deadline
@@ -189,50 +199,56 @@ class Group:
         fields: Mapping[str, object] = NO_FIELDS,
         frame: FrameType | None = None,
     ) -> Record:
-        """Record that an operation begins, where other ranks of the node can see it.
+        """Record the start of an operation, and show it to the other ranks of the node.
 
         Arguments as `Recorder.begin`.
         """
+        # Point-to-point calls have the number of the last collective call.
         record = self.recorder.begin(self.call_number, operation, fields, frame)
         if self.listener is not None:
             self.listener.enter(record)
         return record
 
     def end(self, record: Record, error: BaseException | None) -> None:
-        """Record that it ends; write all records to a file if a rank was missing or dead."""
+        """Record the end of an operation; after a missing or dead rank, write the flight record."""
         record.end(error)
         if self.listener is not None:
             self.listener.leave(record)
+        # Other errors concern one call, and a flight record would not show their cause.
         if error is not None and isinstance(error, (CollectiveTimeout, PeerFailure)):
             recorder.write(f"{record.operation}: {type(error).__name__}")
 
     def note_cached_call(self, operation: str, fields: Mapping[str, object]) -> None:
-        """Tell the timeline of a call that is over and was not recorded."""
+        """Add a completed call without a record to the timeline."""
         if self._tracer is not None:
             site = call_sites.call_site(call_sites.caller())
             self._tracer.add_cached_call(operation, fields, self.call_number, site)
 
     def close(self) -> None:
-        """Refuse later calls, and release what the ranks share; *collective*."""
+        """Refuse later calls, and release shared resources; *collective*."""
+        # First the states, whose threads may still run operations of this group.
         for state in list(self._state.values()):
             if hasattr(state, "close"):
                 state.close()
+        # Only now, because closing a state may make calls.
         self.refuse_calls("it was closed")
         self._unregister()
         if self.node_engine is not None:
+            # The lock file of this rank shows that it has left the group.
             self.node_engine.peers.close()
         self.transport.close()
-        # These refer to the group. Without the cycles its memory is free at once, and serves the
-        # next group: a program that makes many groups grew by 1 to 2 KiB for each.
+        # Plans and state refer to the group. Without these cycles its memory is free at once and
+        # the next group reuses it; with them each new group cost 1 to 2 KiB.
         self.plans.clear()
         self._state.clear()
 
     def revoke(self, reason: str) -> None:
-        """Refuse later calls for a reason, alone, and let the other ranks leave theirs.
+        """Refuse later calls, on this rank alone, and interrupt the calls of the other ranks.
 
-        Where the MPI library outlives its ranks, they get `PeerFailure`, and may `shrink`; where it
-        does not, they wait for this rank until they see that it has ended.
+        With a fault-tolerant MPI library the other ranks raise `PeerFailure` and may `shrink`. With
+        any other library they wait until they detect the end of this rank's process.
         """
+        # First, so that no thread of this rank begins a call that cannot end.
         self.refuse_calls(reason)
         self._unregister()
         self.transport.revoke()
@@ -240,26 +256,29 @@ class Group:
             self.node_engine.peers.close()
 
     def dead_here(self) -> list[int]:
-        """Return the ranks of this node that have died, as far as shared memory tells."""
+        """Return the dead ranks of this node that shared memory shows."""
         return [] if self.node_engine is None else self.node_engine.peers.dead()
 
     def _missing(self) -> str:
-        """Say what the ranks that have not come did last, where that is known."""
+        """Describe the last operation of each missing rank, as far as the status board shows it."""
         return "" if self.status is None else self.status.missing()
 
     def refuse_calls(self, reason: str) -> None:
-        """Refuse all calls that begin from now on; a call under way continues."""
+        """Refuse all later calls; a call under way continues."""
+        # With a call under way the gate is that call, which `Call._leave` replaces.
         free = self.gate is self.unusable
         self.unusable = reason
         if free:
             self.gate = reason
 
     def check_usable(self, operation: str) -> None:
-        """Refuse to go on after a failure."""
+        """Raise `CollectiveError` if the group is unusable."""
         if self.unusable is None:
             return
+        # Only after the first thread's call, which the other ranks still take part in.
         if self._collided and self.gate is self.unusable:  # the call of the first thread is over
             self._collided = False
+            # The ranks that wait for this one learn the reason instead of a timeout.
             self.transport.propagate_failure(self.rank, f"has stopped, since {self.unusable}")
             self.revoke(self.unusable)
         raise CollectiveError(
@@ -268,14 +287,16 @@ class Group:
         )
 
     def check_free(self, operation: str) -> None:
-        """Refuse a call after a failure, and while another thread is in a call.
+        """Refuse a call after a failure, or while another thread is in a call.
 
         The call under way continues. Later calls are refused, because the order of the two threads'
-        calls may differ among ranks. In a group of one rank it cannot, so the second thread waits
-        until the call of the first has ended.
+        calls may differ between ranks. A group of one rank has no such order, so the second thread
+        waits for the end of the first call.
         """
         self.check_usable(operation)
+        # Read once: the call under way may end at any time.
         under_way = self.gate
+        # Only after the search for a thread is it known whether the call is nested.
         first = None if under_way is None else call_sites.other_thread_in(under_way)
         if first is None:  # a nested call of this thread
             return
@@ -284,6 +305,7 @@ class Group:
         second = threading.current_thread().name
         self._collided = True
         self.refuse_calls(f"threads {first} and {second} called it at the same time")
+        # The program may end now, while other ranks wait for this one.
         liveness.arm(max(self.settings.timeout, _LEAST_EXIT_SECONDS))
         raise CollectiveError(
             f"{operation}: another thread ({first}) is in {under_way.operation} on this "
@@ -292,11 +314,12 @@ class Group:
         )
 
     def _wait_until_free(self, operation: str) -> bool:
-        """Wait until no thread is in a call; False if one still is after the timeout.
+        """Wait until no thread is in a call; return False after the timeout.
 
-        The caller stores its own call as the gate with no other call in between, as `gate` demands.
+        The caller must store its own call as the gate without another call in between (see `gate`).
         """
         end = time.monotonic() + self.settings.timeout
+        # Polled, because calls must not pay for a lock or a notification.
         while self.gate is not None:
             self.check_usable(operation)
             if time.monotonic() > end:
@@ -305,10 +328,10 @@ class Group:
         return True
 
     def shared_memory_engine(self, deadline: Deadline) -> engine.Engine | None:
-        """Return the node engine if all ranks meet there, None where messages have to serve.
+        """Return the node engine if all ranks share it, None if calls need messages.
 
-        It is made in the first call, in which all ranks take part, however it ends. Where there are
-        several nodes, each has its own, for the stages inside it.
+        The first call creates the engine, because all ranks take part in it even if it fails. With
+        several nodes, each node has an engine for the stages inside the node.
         """
         if not self._met:
             try:
@@ -317,16 +340,19 @@ class Group:
                 self.mark_failed(deadline.operation, error)
                 raise
             self._met = True
+        # Several nodes: the engine runs stages inside the node, and calls need messages.
         return self.node_engine if self.num_nodes == 1 else None
 
     def _meet(self, deadline: Deadline) -> None:
-        """Make the engine of this rank's node, where it has company and memory to share."""
+        """Create the engine of this rank's node, if it has several ranks and shared memory."""
         ranks = self.transport if self.num_nodes == 1 else self.levels.node
+        # A rank that waits here has entered its first call, unlike a missing one.
         deadline.peer_has_come = False
         made = engine.start(ranks, self.settings.shared_memory, deadline)
         deadline.peer_has_come = None
         if made is not None:
             made.set_store_mode(self.settings.stores)
+            # By the numbers of the group, which may differ from those on the node.
             names = [self.transport.name([ranks.parent_rank(rank)]) for rank in range(ranks.size)]
             self.node_engine = made
             self.status = peer_status.StatusBoard(made.status_entries, ranks.rank, names)
@@ -334,11 +360,11 @@ class Group:
             self.levels = node_stages.in_shared_memory(self.levels, made)
             self.attach_listeners()
         if is_fault_tolerant() and self.local_rank == 0:
-            engine.compile_ahead()  # a smaller group may make calls of other kinds
+            engine.compile_ahead()  # after `shrink`, a smaller group may need other kernels
 
     @property
     def uses_messages(self) -> bool:
-        """Whether the ranks send messages in their operations; known after the first call."""
+        """Whether operations send messages; valid after the first call."""
         return self.size > 1 and not (self.num_nodes == 1 and self.node_engine)
 
     @property
@@ -349,9 +375,9 @@ class Group:
         return self.settings.check == "always"
 
     def mark_failed(self, operation: str, error: BaseException) -> None:
-        """Refuse later calls, which would meet what is left of this one.
+        """Refuse later calls, which could receive leftover messages of the failed call.
 
-        The end of MPI is one more wait for the others, and gets a limit, too.
+        Also limit MPI_Finalize, which waits for the other ranks.
         """
         self.refuse_calls(f"{operation} failed: {type(error).__name__}: {error}")
         self._unregister()

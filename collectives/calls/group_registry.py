@@ -1,14 +1,14 @@
 """Garbage collection of groups: a dropped group is freed once all its ranks have dropped it.
 
-Garbage is collected on each rank at another time, and MPI frees a communicator on all ranks. So
-each rank keeps the keys of the groups that it has dropped, and announces a few of them in its next
-`split` or `group`, in the exchange that these make anyway. Each rank counts the announcements:
+Garbage collection runs at different times on different ranks, but MPI frees a communicator on all
+ranks together. Each rank keeps the keys of the groups that it has dropped. It announces a few keys
+in the exchange of its next `split` or `group`. Each rank counts the announcements:
 
     rank 0   drops a    split: announces a          split               2 of 2 ranks: frees a
     rank 1              split            drops a    split: announces a  2 of 2 ranks: frees a
 
-All members of a dropped group take part in such an exchange, so all of them count the same. Files
-and memory of this process alone are released at once (`collectives.transport.liveness`).
+All members of a dropped group take part in such an exchange, so their counts agree. Files and
+memory of this process are released at once (`collectives.transport.liveness`).
 """
 
 from __future__ import annotations
@@ -31,7 +31,7 @@ KEYS_PER_EXCHANGE = 4
 
 @dataclass
 class Registration:
-    """A group in a registry.
+    """Entry of a registry: one group.
 
     Attributes:
         key: equal on the group's ranks; two groups that share a rank have different keys.
@@ -49,7 +49,7 @@ class Registration:
 
 
 class GroupRegistry:
-    """A communicator's groups, their groups, and so on, until all ranks have dropped them."""
+    """Groups created from a communicator, directly or indirectly, that some rank still holds."""
 
     def __init__(self) -> None:
         self._registrations: dict[int, Registration] = {}
@@ -68,7 +68,9 @@ class GroupRegistry:
             transport: closed once all ranks have dropped the group.
         """
         digest = hashlib.blake2b(f"{name} of {world_ranks[0]}".encode(), digest_size=8).digest()
+        # 63 bits, because the exchange is of int64; not 0, which pads the exchange.
         key = int.from_bytes(digest, "big") >> 1 or 1
+        # Only an append: a finalizer may run at any point, also while this thread holds the lock.
         finalizer = weakref.finalize(group, self._dropped.append, key)
         finalizer.atexit = False
         registration = Registration(key, world_ranks, transport, len(world_ranks), finalizer)
@@ -77,28 +79,34 @@ class GroupRegistry:
 
     def remove(self, registration: Registration) -> None:
         """Remove a group that was closed or has failed, unless this rank has dropped it."""
+        # None: the finalizer has run, and the key is among the dropped ones.
         if registration.finalizer.detach() is not None:
             self._registrations.pop(registration.key, None)
 
     def keys_to_announce(self, world_ranks: Sequence[int]) -> list[int]:
-        """Return the keys for an exchange among these ranks, filled up with zeros.
+        """Return the keys for an exchange among `world_ranks`, padded with zeros.
 
-        A key is announced once, in an exchange that all ranks of its group take part in.
+        A key is announced once, in an exchange that includes all ranks of its group.
         """
         keys: list[int] = []
         with self._lock:
+            # Most exchanges have nothing to announce.
             present = set(world_ranks) if self._dropped else set()
             for _ in range(len(self._dropped)):
                 key = self._dropped.popleft()
+                # The registration exists until all ranks, including this one, have announced the
+                # key.
                 group_ranks = self._registrations[key].world_ranks
                 if len(keys) < KEYS_PER_EXCHANGE and present.issuperset(group_ranks):
                     keys.append(key)
                 else:
+                    # Left for an exchange with all members: only they can count it.
                     self._dropped.append(key)
         return keys + [0] * (KEYS_PER_EXCHANGE - len(keys))
 
     def count(self, keys: Iterable[int]) -> None:
-        """Count the keys that all ranks announced, and free the groups that all have dropped."""
+        """Count the announcements of all ranks, and free the groups that every rank has dropped."""
+        # Zeros pad the exchange; keys of groups without this rank are unknown here.
         for key in filter(None, keys):
             with self._lock:
                 registration = self._registrations.get(key)
@@ -107,4 +115,5 @@ class GroupRegistry:
                     if not registration.unannounced:
                         del self._registrations[key]
             if registration is not None and not registration.unannounced:
+                # Outside of the lock, because closing may collect other groups as garbage.
                 registration.transport.close()

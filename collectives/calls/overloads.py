@@ -1,15 +1,15 @@
-"""Type overloads: an operation returns the kind of array it was given.
+"""Type overloads: an operation returns the kind of array that you pass.
 
-| given | returned |
+| passed | returned |
 | --- | --- |
-| array of NumPy, JAX, CuPy and so on | the same kind, the dtype included |
-| tensor or parameter of PyTorch | a tensor, without a gradient |
+| array of NumPy, JAX, CuPy and so on | the same kind and dtype |
+| tensor or parameter of PyTorch | a tensor without a gradient |
 | number, nested sequence of numbers | a NumPy array |
-| anything, with `out=` | what was given as `out=` |
+| anything, with `out=` | the `out=` array |
 
-Every operation has an overload for each line that it can meet. Their options are the same in all of
-them, and stand here; asynchronous twins and functions of the package follow by their decorators.
-No library of arrays is imported for this: who has none of them can check types, too.
+Every operation has one overload for each row that applies. All overloads of an operation share
+the option types in this module. Decorators derive the types of asynchronous variants and of the
+package's functions. The module imports no array library, so type checks work without them.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from collectives.kernels.compression import Compression
 if TYPE_CHECKING:
     from typing_extensions import Unpack
 else:
-    Unpack = Any  # only type checkers look at annotations
+    Unpack = Any  # the value is unused: only type checkers evaluate annotations
 
 __all__ = [
     "A",
@@ -47,12 +47,12 @@ A_co = TypeVar("A_co", covariant=True)
 # For type checkers a float counts as a complex number, and so does an int.
 Numbers = complex | np.generic | Sequence[Any]
 
-# The rows for every rank.
+# Number of rows for every rank.
 Splits = Sequence[int] | npt.NDArray[Any]
 
 
 class Detachable(Protocol[A_co]):
-    """A tensor or parameter of PyTorch, as far as its type goes."""
+    """Protocol of a PyTorch tensor or parameter, for type checkers."""
 
     def detach(self) -> A_co:
         """Return a tensor without a gradient."""
@@ -66,7 +66,7 @@ class CommonOptions(TypedDict, total=False):
 
 
 class ScatterOptions(CommonOptions, total=False):
-    """Options of an operation that shares rows."""
+    """Options of an operation that distributes rows."""
 
     counts: Splits | None
 
@@ -80,13 +80,13 @@ class ReduceOptions(CommonOptions, total=False):
 
 
 class ReduceScatterOptions(ReduceOptions, total=False):
-    """Options of a reduction that shares rows."""
+    """Options of a reduction that distributes rows."""
 
     counts: Splits | None
 
 
 class CompressionOptions(ReduceOptions, total=False):
-    """Options of a reduction that may round."""
+    """Options of a reduction with lossy compression."""
 
     compression: Compression | None
     name: str | None

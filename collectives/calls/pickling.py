@@ -1,4 +1,4 @@
-"""Python objects as byte arrays, by pickle."""
+"""Pickling of Python objects into byte arrays."""
 
 from __future__ import annotations
 
@@ -13,10 +13,11 @@ __all__ = ["dumps", "loads"]
 
 
 def dumps(obj: object) -> Array:
-    """Return an object as bytes: shape (n,), uint8."""
+    """Return the pickle of an object: shape (n,), uint8."""
+    # A bytearray is writable, as memory of messages must be; `bytes` would be read-only.
     return np.frombuffer(bytearray(pickle.dumps(obj, pickle.HIGHEST_PROTOCOL)), np.uint8)
 
 
 def loads(data: Array) -> Any:
-    """Return the object of such bytes."""
+    """Return the object pickled in `data`."""
     return pickle.loads(data.data)

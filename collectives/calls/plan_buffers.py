@@ -1,4 +1,4 @@
-"""Buffers of plans: caller memory that must outlast the call."""
+"""Buffers of plans: caller memory that outlives the call."""
 
 from __future__ import annotations
 
@@ -14,11 +14,12 @@ __all__ = ["check_out", "pin", "output"]
 
 
 def pin(call: Call, x: Any) -> Array:
-    """Return the memory of a caller's array, which later calls go to.
+    """Return a caller's array as memory that later calls read or write.
 
     Raises:
-        TypeError, ValueError: it is not host memory that can be written, or not contiguous.
+        TypeError, ValueError: the array is not writable host memory, or not contiguous.
     """
+    # Checked as an `out` of its own shape: later calls write to it or read it in place.
     like = host_arrays.host_view(x, operation=call.operation).host
     array, _ = host_arrays.check_out(x, like.shape, like.dtype, operation=call.operation)
     if array is None:
@@ -35,7 +36,8 @@ def pin(call: Call, x: Any) -> Array:
 
 
 def check_out(call: Call, out: Any, target: Array | None) -> None:
-    """Refuse an `out` that no call can write into as it is."""
+    """Raise an error unless later calls can write into `out` without a copy."""
+    # A plan has no step that copies to a device.
     if out is not None and target is None:
         raise TypeError(
             f"{call.operation}: out must be in host memory, "
@@ -56,12 +58,13 @@ def output(
     source: Array,
     before: int,
 ) -> tuple[Array, Array]:
-    """As `host_arrays.output`, of memory that is the target's.
+    """Return the result and its flat view as `host_arrays.output`, but never a copy of `target`.
 
     Raises:
-        ValueError: it is in use.
+        ValueError: the target overlaps `source` at a different offset.
     """
     result, flat = host_arrays.output(target, shape, dtype, source, before)
+    # Another address means that `host_arrays.output` would copy at the end of every call.
     if flat.size and address(flat) != address(result):
         raise ValueError(f"{call.operation}: out and the array share memory at other places")
     return result, flat

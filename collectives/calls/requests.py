@@ -1,9 +1,8 @@
 """Requests of asynchronous operations: the user's handle and its state.
 
-`Communicator.allreduce_async` and its kind return a `Request` at once, and so do `isend` and
-`irecv`. Behind it is a `RequestState`: what carries out the operation hands over there what becomes
-of it, a thread (`collectives.operations.nonblocking`) or whoever moves the messages between two
-ranks (`collectives.p2p.progress_engine`).
+`Communicator.allreduce_async` and similar methods, `isend` and `irecv` return a `Request` at once.
+Its `RequestState` receives the outcome from the executor: a thread
+(`collectives.operations.nonblocking`) or the progress engine (`collectives.p2p.progress_engine`).
 """
 
 from __future__ import annotations
@@ -32,22 +31,24 @@ T = TypeVar("T")
 
 
 class RequestState:
-    """One operation under way, and what became of it.
+    """State and outcome of one asynchronous operation.
 
     Args:
-        name: of the operation, for errors and warnings.
-        drive: moves it on for so many seconds at most, or until it is over; 0: once. None where
-            another thread carries it out.
+        name: name of the operation, for errors and warnings.
+        drive: makes progress until the operation ends, for at most the given seconds; 0 polls once.
+            None if another thread runs the operation.
     """
 
     def __init__(self, name: str, drive: Callable[[float | None], None] | None = None) -> None:
         self.name = name
+        # Of the caller: the operation may run in another thread.
         self.origin = call_sites.current_origin()
         self.future: concurrent.futures.Future[Any] = concurrent.futures.Future()
         self.trace: TracebackType | None = None  # of the operation's error
+        # In a forked child the operation never completes.
         self.process = os.getpid()
         self.envelope: Envelope | None = None
-        # Whether someone has waited for it, or a warning has named it.
+        # Whether the program has waited for the request, or a warning has named it.
         self.settled = False
         self._drive = drive
 
@@ -55,94 +56,98 @@ class RequestState:
         return f"{self.name} at {self.origin.site}"
 
     def succeed(self, result: Any) -> None:
-        """Hand over the result, unless `close` gave up before."""
+        """Store the result, unless `close` has cancelled the request."""
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.future.set_result(result)
 
     def fail(self, error: BaseException) -> None:
-        """Hand over an error, unless `close` gave up before."""
+        """Store the error, unless `close` has cancelled the request."""
+        # Kept apart: `raise` in `Request.wait` extends the traceback of the error object.
         self.trace = error.__traceback__
         with contextlib.suppress(concurrent.futures.InvalidStateError):
             self.future.set_exception(error)
 
     def wait(self, timeout: float | None) -> bool:
-        """Wait until it is over, for so many seconds at most, and tell whether it is."""
+        """Wait at most `timeout` seconds; return whether the operation has ended."""
         if not self.future.done() and self._drive is not None:
+            # The caller moves the messages itself, so a request completes without a thread.
             self._drive(timeout)
         elif timeout != 0:
-            # `Future.exception` would say by a TimeoutError that the time is over, which a signal
-            # handler may raise as well.
+            # Not `Future.exception`: its TimeoutError is indistinguishable from one that a signal
+            # handler raises.
             limit = None if timeout is None else min(timeout, threading.TIMEOUT_MAX)
             concurrent.futures.wait([self.future], limit)
         return self.future.done()
 
 
 class Request(Generic[T]):
-    """An operation under way, started by a method that ends in `_async`, `isend` or `irecv`.
+    """Handle of an operation started by `isend`, `irecv` or a method that ends in `_async`.
 
-    The array that was given to it must not change, and `out=` must not be read, until it is done.
-    A request must be waited for: one that is dropped before is named in a warning, with its error
-    if it had one. Any thread may wait, several at once and more than once.
+    Until the operation is done, do not change the array that you passed and do not read `out=`.
+    Wait for every request: dropping a request that was not waited for logs a warning with its
+    error, if any. Several threads may wait for one request, at once and repeatedly.
     """
 
     def __init__(self, job: RequestState) -> None:
         self._job = job
 
     def done(self) -> bool:
-        """Tell whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return or raise at once."""
         job = self._job
+        # A poll, because messages may only move in calls of this rank.
         return job.future.done() or (job.process == os.getpid() and job.wait(0))
 
     def wait(self, timeout: float | None = None) -> T:
-        """Wait until the operation is complete, and return what it returned.
+        """Wait for the operation, and return its result.
 
-        Ctrl-C, or whatever a signal handler raises, interrupts a wait; the operation goes on.
+        Ctrl-C, or any exception of a signal handler, interrupts the wait but not the operation.
 
         Args:
-            timeout: seconds that this wait may take, no limit but the operation's own if None.
+            timeout: seconds of this wait; None waits until the limit of the operation itself.
 
         Raises:
-            CollectiveTimeout: the operation is not complete within `timeout`; it goes on, and may
-                be waited for again.
-            CollectiveError: an earlier request of this communicator failed, which the error names,
-                or the communicator was closed.
-            Exception: whatever the operation raised, with its traceback.
+            CollectiveTimeout: the operation is not complete within `timeout`. It continues, and you
+                may wait again.
+            CollectiveError: an earlier request of this communicator failed (the error names it), or
+                the communicator was closed.
+            Exception: any error of the operation, with its traceback.
         """
         job = self._job
         if not self.complete(timeout):
             raise CollectiveTimeout(
-                f"wait: {job} is not complete within {timeout:g} s, and goes on"
+                f"wait: {job} is not complete within {timeout:g} s, and continues"
             )
         error = job.future.exception()
         if error is None:
             result: T = job.future.result()
             return result
         try:
-            # Every wait adds its own lines to those of the operation, not to each other's.
+            # Restore the operation's traceback, because `raise` would add each wait's lines to it.
             raise error.with_traceback(job.trace)
         finally:
-            del error, job, self  # the traceback refers to this frame: no circle
+            del error, job, self  # the traceback refers to this frame: avoid a reference cycle
 
     def complete(self, timeout: float | None = None) -> bool:
-        """Wait as `wait`, and tell whether the operation is complete, whatever came of it.
+        """Wait as `wait` does, and return whether the operation has ended, even with an error.
 
-        So an error that is raised here is one of the wait, never of the operation.
+        An exception from this method concerns the wait, never the operation.
 
         Args:
-            timeout: as for `wait`.
+            timeout: seconds of this wait, as for `wait`.
 
         Raises:
             CollectiveError: this process is a fork of the rank.
         """
         job = self._job
         if not job.future.done() and job.process != os.getpid():
-            raise CollectiveError(f"wait: {job} goes on in the parent, not in a forked child")
+            raise CollectiveError(f"wait: {job} runs in the parent, not in a forked child")
         done = job.wait(timeout)
+        # From now on the program knows the outcome, so no warning names the request.
         job.settled = job.settled or done
         return done
 
     def exception(self) -> BaseException | None:
-        """Return the error of an operation that is complete; None if it has none, or goes on."""
+        """Return the error of a completed operation; None if it succeeded or is not complete."""
         if not self.done():
             return None
         self._job.settled = True
@@ -150,20 +155,20 @@ class Request(Generic[T]):
 
     @property
     def envelope(self) -> Envelope | None:
-        """Source, tag, shape and dtype of what `irecv` receives, once its head has come.
+        """Source, tag, shape and dtype of the message of an `irecv`, once its header has arrived.
 
-        None before, and for other operations.
+        None before that, and for other operations.
         """
         return self._job.envelope
 
     def add_done_callback(self, function: Callable[[Self], object]) -> None:
-        """Call `function(request)` once when the operation is complete, whatever came of it.
+        """Call `function(request)` once when the operation is complete, with or without an error.
 
-        At once if it is complete already; else in the thread that completes it, which carries out
-        no other request meanwhile: let it be short, and let it wait for no later request. It may
-        close the communicator, which waits for the later requests as elsewhere. Functions are
-        called in the order in which they were added. What one raises is logged, and that is all. An
-        error of the operation has to be looked at, by `exception` or `wait`, there or elsewhere.
+        If the operation is already complete, call it at once. Otherwise the thread that completes
+        the operation calls it, and runs no other request meanwhile. Keep the function short, and do
+        not wait for a later request in it. It may close the communicator, which waits for later
+        requests. Functions run in the order in which you added them. An exception in a function is
+        logged and dropped. Check the error of the operation with `exception` or `wait`.
 
         Example:
             >>> import collectives as cc
@@ -174,10 +179,12 @@ class Request(Generic[T]):
             >>> request.wait()
             array(2.)
         """
-        held = [self]  # until it is complete, since somebody will look; no circle afterwards
+        held = [self]  # keeps the request alive until completion; then emptied to break the cycle
 
         def call(future: concurrent.futures.Future[T]) -> None:
+            # Taken from the list, so that nothing keeps the request alive after the call.
             request = held.pop()
+            # With an error the program must look at it, or a warning names it.
             if future.exception() is None:
                 request._job.settled = True
             function(request)
@@ -190,19 +197,21 @@ class Request(Generic[T]):
     def _state(self) -> str:
         future = self._job.future
         if not future.done():
+            # Only requests of the request thread are marked as running.
             return "under way" if future.running() else "not begun"
         error = future.exception()
         return "done" if error is None else f"failed: {type(error).__name__}: {error}"
 
     def __del__(self) -> None:
         job = self._job
+        # The parent of a forked child warns of its own requests.
         if not job.settled and job.process == os.getpid():
             job.settled = True
-            log.warning("nobody waited for %s (%s)", job, self._state())
+            log.warning("%s was never waited for (%s)", job, self._state())
 
 
 def warn_unwaited(jobs: Sequence[RequestState]) -> None:
-    """Warn of what nobody has waited for, and is not done when its communicator is closed."""
+    """Warn of unfinished requests of a closed communicator that the program never waited for."""
     names = [str(job) for job in jobs if not job.settled]
     for job in jobs:
         job.settled = True

@@ -23,25 +23,25 @@ def shared_empty(
     *,
     timeout: float | None = None,
 ) -> Array:
-    """Make an array in memory that the ranks of a node share.
+    """Return an array in memory that the ranks of a node share.
 
-    Reducing it in place (`out=` the array itself, or a plan) copies nothing: each rank combines
-    its chunk of all arrays and writes the result into all of them.
+    Reducing it in place (`out=` the array itself, or a plan) copies nothing: each rank reduces one
+    chunk of all arrays and writes the result into all of them.
 
     *Collective*: all ranks, with the same shape and dtype.
 
     Args:
-        shape: of the array.
-        dtype: of the array, which is in native byte order.
-        timeout: seconds.
+        shape: shape of the array.
+        dtype: dtype of the array, in native byte order.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
-        This rank's array, of zeros; slices of it are also in shared memory. A rank unmaps the
-        memory once the program has dropped the array and all views of it. An ordinary array where
-        ranks do not share memory.
+        This rank's array, filled with zeros. Its slices are also in shared memory. A rank unmaps
+        the memory once the program has dropped the array and all its views. Without shared memory,
+        an ordinary array.
 
     Raises:
-        TypeError: there is no such dtype, or it cannot be moved (`collectives.arrays.dtypes`); a
+        TypeError: the dtype is unknown or not supported (`collectives.arrays.dtypes`), or a
             dimension is not an integer.
         ValueError: a dimension is negative.
         MismatchError: another rank refused, or the shapes or dtypes differ; on all ranks.
@@ -51,6 +51,7 @@ def shared_empty(
     with begin_call(group, "shared_empty", timeout) as call:
         kind = specs.numpy_spec(shape, dtype, operation=call.operation)
         call.describe(shape=kind.shape, dtype=kind.dtype)
+        # A refusal of a rank must be known before all ranks allocate.
         call.agree()
         memory = allocate(call, kind.nbytes)
     if memory is None:
@@ -59,12 +60,13 @@ def shared_empty(
 
 
 def allocate(call: Call, nbytes: int) -> Array | None:
-    """Make memory that all ranks of the node can reach; None on a node where there is none."""
+    """Return memory shared by all ranks of the node; None without a node engine."""
     group = call.group
     if group.node_engine is None or group.settings.shared_memory is None:
         return None
     ranks, directory = group.levels.node, group.settings.shared_memory
     shared = group.node_engine.shared
     array = shared.create(nbytes, ranks, directory, call.deadline)
+    # Plans for dropped arrays hold addresses that may belong to other memory now.
     group.plans = {key: plan for key, plan in group.plans.items() if not shared.is_dropped(key)}
     return array

@@ -1,24 +1,24 @@
 """Negotiation of settings that must be equal on all ranks, in one exchange.
 
-| setting | settled as |
+| setting | agreed value |
 | --- | --- |
-| `check` | the strictest of any rank: who compares would take the others' data for a comparison |
+| `check` | the strictest of all ranks: a rank that compares needs all other ranks to compare |
 | `cuda_aware` | "on" if it is on all ranks |
-| `links` | what rank 0 finds in settings and file: by them "auto" picks the algorithm |
-| `timeline` | rank 0's: all begin one together |
-| `settings.EQUAL` | not settled: must be equal, else `LaunchError` |
+| `links` | the link costs of rank 0, from settings or file; "auto" picks algorithms by them |
+| `timeline` | the value of rank 0: all ranks start one timeline together |
+| `settings.EQUAL` | not negotiated: the values must be equal, else `LaunchError` |
 
-Every rank fills a page, and the largest of all ranks' bytes is what they share:
+Every rank fills a page. A maximum over all ranks, byte by byte, gives the shared page:
 
     byte    0                    1                           2 ..         18 ..
             level of checking    1: device memory staged     hash, ~hash  rank 0's links ... as JSON
 
-The hash covers the variables that must be equal. They are equal if the largest `~hash` is the
-complement of the largest hash, byte by byte; if not, the ranks exchange their values.
+The hash covers the variables that must be equal. The values agree if the largest `~hash` is the
+complement of the largest hash, byte by byte. Otherwise the ranks exchange the values.
 
-An MPI library that is not built for device memory reads its addresses as the host's, and crashes.
-Some say no although the transport below them could (UCX with an Open MPI that was built without
-CUDA), and old ones say yes for what only their headers know: `UNISONO_CUDA_AWARE` decides then.
+An MPI library without device support reads device addresses as host addresses and crashes. Its
+own query is unreliable: Open MPI without CUDA denies support that UCX below it has, and old
+libraries report only their headers. `UNISONO_CUDA_AWARE` overrides the query.
 """
 
 from __future__ import annotations
@@ -50,7 +50,7 @@ log = logging.getLogger(__name__)
 
 _HASH_BYTES = 8
 
-# What a rank tells all others, which take the maximum of each byte.
+# Page of a rank in the exchange; the ranks take the maximum of each byte.
 _PAGE = np.dtype(
     [
         ("check", "u1"),  # index of the level of checks
@@ -61,14 +61,16 @@ _PAGE = np.dtype(
     ]
 )
 
-# Bytes of a rank's values as JSON, in the exchange where they differ; characters shown of each.
-_VALUES_BYTES, _VALUE_CHARACTERS = 4096, 200
+# Bytes of a rank's values as JSON, sent if the hashes differ; characters shown of each value, which
+# take up to 12 bytes each as JSON.
+_VALUES_BYTES, _VALUE_CHARACTERS = 8192, 200
 
 
 def library_takes_device_memory() -> bool:
-    """Tell whether the loaded MPI library says that it takes device memory; after MPI_Init."""
+    """Return whether the loaded MPI library reports support for device memory; after MPI_Init."""
+    # An extension of several MPI libraries, which mpi4py does not wrap.
     query = getattr(ctypes.CDLL(None), "MPIX_Query_cuda_support", None)
-    if query is None:  # the library was loaded privately, as mpi4py does where it can
+    if query is None:  # mpi4py may load the library with RTLD_LOCAL
         from mpi4py import MPI
 
         query = getattr(ctypes.CDLL(MPI.__file__), "MPIX_Query_cuda_support", None)
@@ -76,33 +78,37 @@ def library_takes_device_memory() -> bool:
 
 
 def negotiate(own: Settings, transport: Transport, leaders: Sequence[int] = ()) -> Settings:
-    """Return this rank's settings with those that all ranks share; *collective*.
+    """Return this rank's settings with the negotiated values; *collective*.
 
     Args:
         own: this rank's settings.
         transport: the ranks.
-        leaders: for every rank an integer that only the ranks of its node share; empty for one
-            node.
+        leaders: one integer per rank, equal exactly for the ranks of one node; empty for one node.
 
     Raises:
         LaunchError: variables that must be equal differ; the same error on all ranks.
-        ValueError: rank 0's file of links is damaged, or it cannot look for one; the same error on
-            all ranks, which would wait for it.
+        ValueError: rank 0's file of links is damaged or its location is unknown, or its paths are
+            too long; the same error on all ranks.
     """
+    # From the weakest to the strictest, so that a maximum gives the strictest.
     levels = get_args(settings.Check)
     wish = own.cuda_aware
     aware = wish == "on" or (wish == "auto" and library_takes_device_memory())
     page = np.zeros((), _PAGE)
+    # One rank that stages is enough: the maximum of the flag.
     page["check"], page["staged"] = levels.index(own.check), not aware
     equal = settings.equal_values(own, os.environ)
     values = json.dumps({name: _abbreviate(value) for name, value in equal.items()})
     hashed = hashlib.blake2b(values.encode(), digest_size=_HASH_BYTES).digest()
     page["hash"] = np.frombuffer(hashed, np.uint8)
+    # The maxima of `hash` and `~hash` are complements only if all hashes are equal.
     page["inverse_hash"] = ~page["hash"]
     if transport.rank == 0:
-        text = _links(own).encode()[: page["text"].size]
+        # Other ranks leave zeros, so the maximum is the text of rank 0.
+        text = _links(own).encode(errors="backslashreplace")[: page["text"].size]
         page["text"][: len(text)] = np.frombuffer(text, np.uint8)
     deadline = Deadline("init", own.timeout, own.stall_warning)
+    # By messages, because the engine is created with these settings.
     recursive_doubling.allreduce(transport, page.reshape(1).view(np.uint8), reduction.MAX, deadline)
 
     if not np.array_equal(page["inverse_hash"], ~page["hash"]):
@@ -120,6 +126,7 @@ def negotiate(own: Settings, transport: Transport, leaders: Sequence[int] = ()) 
             "the host", where,
         )  # fmt: skip
     text = page["text"].tobytes().rstrip(b"\0")
+    # JSON of a list, else the text of rank 0's error.
     if not text.startswith(b"["):
         raise ValueError(text.decode(errors="replace"))
     machine, sources, timeline = json.loads(text)
@@ -131,16 +138,18 @@ def negotiate(own: Settings, transport: Transport, leaders: Sequence[int] = ()) 
 
 
 def _abbreviate(value: str) -> str:
-    """Return a value, or the beginning of a long one and a checksum of the whole."""
+    """Return a short value unchanged; cut a long value and append its checksum."""
+    # The checksum keeps two long values with equal starts apart.
     if len(value) <= _VALUE_CHARACTERS:
         return value
-    return f"{value[:_VALUE_CHARACTERS]}... (CRC-32 {zlib.crc32(value.encode()):08x})"
+    return f"{value[:_VALUE_CHARACTERS]}... (CRC-32 {zlib.crc32(os.fsencode(value)):08x})"
 
 
 def _check_equal(
     values: str, transport: Transport, leaders: Sequence[int], deadline: Deadline
 ) -> None:
     """All-gather the values, and raise the same error on all ranks if a variable differs."""
+    # Rare, so the cost of 4 KiB per rank does not matter.
     lines = np.zeros((transport.size, _VALUES_BYTES), np.uint8)
     own = values.encode()[:_VALUES_BYTES]
     lines[transport.rank, : len(own)] = np.frombuffer(own, np.uint8)
@@ -149,6 +158,7 @@ def _check_equal(
     by_rank = [json.loads(line.tobytes().rstrip(b"\0")) for line in lines]
     for variable, scope in settings.EQUAL.items():
         places = leaders if scope == "node" else [0] * transport.size
+        # Equal if each place has exactly one value.
         pairs = {(place, one[variable]) for place, one in zip(places, by_rank, strict=True)}
         if len(pairs) > len(set(places)):
             _raise_different(variable, scope, by_rank, transport)
@@ -169,10 +179,19 @@ def _raise_different(
 
 
 def _links(own: Settings) -> str:
-    """Return what rank 0 finds, as JSON, or else in words why it finds nothing."""
+    """Return rank 0's links and timeline as JSON, or the text of an error."""
     try:
-        return json.dumps([*tuning_file.load_links(own, os.environ), own.timeline])
+        text = json.dumps([*tuning_file.load_links(own, os.environ), own.timeline])
     except ValueError as error:
         return str(error)
     except Exception as error:
+        # Any error, because the other ranks wait for the page.
         return f"tuned: {type(error).__name__}: {error}"
+    room = _PAGE["text"].itemsize
+    if len(text) > room:
+        # An error instead of a part, because only whole JSON can be read.
+        return (
+            f"init: the links and the paths UNISONO_TUNED and UNISONO_TIMELINE are too long, "
+            f"expected at most {room} bytes of JSON, got {len(text)} (rank 0)"
+        )
+    return text

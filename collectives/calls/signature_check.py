@@ -1,19 +1,19 @@
 """Signature check: ranks compare their calls before any data moves.
 
-MPI sums float32 against int32, or SUM against MAX, without an error and wrongly, and waits for
-ever where one rank broadcasts and another reduces. Here each rank describes its call as a few named
-fields; 8-byte hashes of the descriptions are compared by one minimum over all ranks, and only when
-they differ the descriptions themselves are collected, so that every rank raises the same error.
+MPI adds float32 to int32, or mixes SUM with MAX, without an error, and hangs if one rank broadcasts
+while another reduces. Here each rank describes its call as a few named fields. One minimum over
+all ranks compares 8-byte hashes of the descriptions. If the hashes differ, the ranks collect the
+descriptions, and every rank raises the same error.
 
-A small operation travels with its comparison, in the same eager messages (`algorithms.eager`),
-which compiled code exchanges where messages are MPI's. Elsewhere Python does, and all messages are
-equally long, so that ranks that mean different calls find out.
+The data of a small operation travels in the same eager messages as its comparison
+(`algorithms.eager`). Compiled code exchanges them if the transport uses MPI, Python otherwise. All
+messages have equal length, so ranks in different calls still detect the mismatch.
 
-A rank whose own arguments are refused takes part with the refusal as its description. The others
-then raise an error that says so, where they would otherwise wait for a rank that never comes.
+A rank with wrong arguments takes part with the refusal as its description. The other ranks then
+raise an error that contains the refusal, instead of waiting for the missing rank.
 
-Cost: log2 P messages for a power of two, up to two more otherwise; with more than 8 ranks on a node
-two meetings there, and the messages between one rank of every node.
+Cost: log2 P messages for a power of two, up to two more otherwise. With more than 8 ranks on a
+node: two synchronizations on the node, and the messages between one rank per node.
 """
 
 from __future__ import annotations
@@ -48,36 +48,36 @@ __all__ = [
     "seconds",
 ]
 
-# How much of a small operation travels with its comparison. An exchange of 16 bytes / 3 KiB / 4,032
-# bytes / 16 KiB from Python, in us: 2 ranks of a node by messages 7.6 / 8.2 / 11.1 / 12.4, where
-# MPI begins to ask the receiver before it sends; 2 machines at 1 Gbit/s 53 / 45 / 48 / 54.
+# Bytes of a message: the head and the data of a small operation. An exchange of 16 bytes / 3 KiB /
+# 4,032 bytes / 16 KiB from Python, in us: 2 ranks of a node by messages 7.6 / 8.2 / 11.1 / 12.4,
+# where MPI switches to its rendezvous protocol; 2 machines at 1 Gbit/s 53 / 45 / 48 / 54.
 MESSAGE_BYTES = 3072
 MAX_PAYLOAD_BYTES = MESSAGE_BYTES - HEAD_BYTES
 
-# How much of an all-reduce travels with its comparison in compiled code at most, where one rank of
-# a node sends; more of them share the node's line, in every round. 4 machines of 2 ranks, 8
-# processes on 2 cores, 1 Gbit/s, in ms, so / MPI with our settings: 512 bytes 1.03 / 1.39, 4 KiB
-# 1.25 / 1.42, 64 KiB 1.85 / 2.08; after a comparison, by `hierarchical`: 3.3, 3.5, 3.7. On slow
-# lines whole arrays in every round cost more than messages: at 100 Mbit/s 64 KiB took 1.4 to 1.9
-# times as long as the fastest algorithm after a comparison. So `max_piggyback_bytes` asks the cost
-# model, in steps of 1 KiB.
+# Most data of an all-reduce in the messages of its comparison, in compiled code: for one sending
+# rank per node, and for all ranks of a node together, which share the node's link in every round.
+# 4 machines of 2 ranks, 8 processes on 2 cores, 1 Gbit/s, in ms, this way / MPI with our settings:
+# 512 bytes 1.03 / 1.39, 4 KiB 1.25 / 1.42, 64 KiB 1.85 / 2.08; comparison, then `hierarchical`:
+# 3.3, 3.5, 3.7. On slow links whole arrays in every round cost more than messages: at 100 Mbit/s
+# 64 KiB took 1.4 to 1.9 times as long as a comparison and the fastest algorithm. So
+# `max_piggyback_bytes` asks the cost model, in steps of 1 KiB.
 _MOST_CARRIED_BYTES, _MOST_OF_NODE = 1 << 16, 1 << 17
 _CARRIED_STEP = 1 << 10
 
-# Ranks of a node up to which each exchanges messages with those of other nodes; beyond, one of them
-# speaks for all, since a node's line takes the messages of its ranks one after the other. 4
-# machines of 2 ranks, 512 bytes: all of them 1.04 ms, one of each machine 3.4 ms.
+# Most ranks per node that all exchange messages with other nodes. Beyond, one rank per node sends,
+# because a node's link transfers the messages of its ranks one after the other. 4 machines of 2
+# ranks, 512 bytes: all ranks 1.04 ms, one rank of each machine 3.4 ms.
 MAX_SPEAKERS = 8
 
 
 class Piggyback(NamedTuple):
-    """What a rank adds to an operation that travels with the comparison.
+    """Data of a rank that travels with the comparison.
 
     Attributes:
         data: shape (n,), contiguous, at most `MAX_PAYLOAD_BYTES`, prepared for the op; n and dtype
             follow from the call.
-        op: how it is combined with the other ranks'. MAX takes those of one rank where all others
-            bring bytes of zeros.
+        op: reduction over the ranks. MAX selects the data of one rank if all other ranks send zero
+            bytes.
     """
 
     data: Array
@@ -94,23 +94,24 @@ def verify(
     deadline: Deadline,
     contribution: Piggyback = NOTHING,
 ) -> Array:
-    """Return when all ranks describe their call alike.
+    """Compare the calls of all ranks, and return the reduced contributions.
 
     Args:
-        own: the digest of this rank's description.
+        own: digest of this rank's description.
         call: the description, for the error.
-        contribution: to an operation that is carried out on the way.
+        contribution: data of an operation that travels with the comparison.
 
     Returns:
-        The contributions of all ranks, combined in an order that depends on the group alone; the
-        same bits on all ranks.
+        The contributions of all ranks, reduced in an order that depends only on the group; the same
+        bits on all ranks.
 
     Raises:
-        MismatchError: they do not; the same error on all ranks, and no message is left under way.
+        MismatchError: the calls differ; the same error on all ranks, without pending messages.
     """
     data, op = contribution
     if group.size == 1:
         return data
+    # Two words, because one minimum of both finds any difference: min(~h) is ~max(h).
     hashes = own, ~own
     exchange = eager_exchange_of(group)
     if per_node(group.layout):
@@ -129,13 +130,14 @@ def verify(
 
 
 def eager_exchange_of(group: Group) -> EagerExchange | None:
-    """Return what exchanges eager messages in compiled code; None where Python does."""
+    """Return the exchange of eager messages in compiled code; None if Python exchanges them."""
     return group.state_of(_make_eager_exchange)
 
 
 def _make_eager_exchange(group: Group) -> EagerExchange | None:
-    if group.size == 1:  # nothing is compiled for a rank alone
+    if group.size == 1:  # a single rank needs no compiled code
         return None
+    # None on ranks of a node that send nothing to other nodes.
     ranks = group.levels.network if per_node(group.layout) else group.transport
     return (
         None
@@ -145,19 +147,22 @@ def _make_eager_exchange(group: Group) -> EagerExchange | None:
 
 
 def per_node(layout: RankLayout) -> bool:
-    """Whether one rank of each node compares for all of them."""
+    """Whether one rank of each node compares for all ranks of the node."""
     return layout.is_hierarchical and layout.per_node > MAX_SPEAKERS
 
 
-@functools.lru_cache(256)  # groups of the same layout share it
+@functools.lru_cache(256)  # groups with equal layouts share the result
 def max_piggyback_bytes(layout: RankLayout) -> int:
-    """Return how many bytes of an all-reduce travel with its comparison in compiled code.
+    """Return the most bytes of an all-reduce that travel with its comparison in compiled code.
 
-    As many as go faster so than after it, by the cost model; equal on all ranks, as the layout is.
+    The limit is the largest size that the cost model rates faster than a comparison followed by the
+    best algorithm. It depends only on the layout, so it is equal on all ranks.
     """
     if per_node(layout):
+        # `_by_nodes` has messages of one fixed length.
         return MAX_PAYLOAD_BYTES
     highest = max(MAX_PAYLOAD_BYTES, min(_MOST_CARRIED_BYTES, _MOST_OF_NODE // layout.per_node))
+    # The alternative: a comparison, then messages from Python.
     compared = eager.seconds(0, layout) + layout.call
 
     def is_slower(nbytes: int) -> bool:
@@ -167,12 +172,13 @@ def max_piggyback_bytes(layout: RankLayout) -> int:
         return eager.seconds(nbytes, layout) > compared + seconds(nbytes, layout)
 
     sizes = range(MAX_PAYLOAD_BYTES, highest + 1, _CARRIED_STEP)
+    # Once slower, larger arrays stay slower, so bisection finds the limit.
     first = bisect.bisect_left(sizes, True, key=is_slower)
     return highest if first == len(sizes) else sizes[max(0, first - 1)]
 
 
 def seconds(nbytes: int, layout: RankLayout) -> float:
-    """Return how long a comparison should take with which so many bytes travel."""
+    """Return the predicted seconds of a comparison that carries `nbytes`."""
     if per_node(layout):
         return hierarchical.allreduce_seconds(HEAD_BYTES + nbytes, layout.compiled())
     return eager.seconds(nbytes, layout)
@@ -185,7 +191,7 @@ def _by_nodes(
     contribution: Piggyback,
     deadline: Deadline,
 ) -> Array | None:
-    """Compare and combine inside the nodes, then between one rank of each."""
+    """Compare and reduce inside the nodes, then between one rank per node."""
     data, op = contribution
     combine = partial(_combine, contribution)
 
@@ -193,10 +199,11 @@ def _by_nodes(
         if exchange is None:
             recursive_doubling.allgather_combine(network, message, combine, deadline)
             return
+        # The words of the whole node: a difference inside it is already visible.
         smallest, inverse = message[:HEAD_BYTES].view(np.int64).tolist()
         joined = exchange.reduce((smallest, inverse), _payload_of(message, data), op, deadline)
         if joined is None:
-            message[:HEAD_BYTES] = 0  # no hash and its inverse
+            message[:HEAD_BYTES] = 0  # a mismatch: 0 is not the inverse of 0
         else:
             _payload_of(message, data)[:] = joined
 
@@ -206,7 +213,8 @@ def _by_nodes(
 
 
 def _write_message(hashes: tuple[int, int], data: Array) -> Array:
-    """Write a message."""
+    """Return a message with the hashes and the data."""
+    # Of one length for all calls, so that ranks in different calls receive it.
     message = np.zeros(MESSAGE_BYTES, np.uint8)
     message[:HEAD_BYTES].view(np.int64)[:] = hashes
     _payload_of(message, data)[:] = data
@@ -214,24 +222,27 @@ def _write_message(hashes: tuple[int, int], data: Array) -> Array:
 
 
 def _read_message(message: Array, like: Array) -> Array | None:
-    """Return the contribution in a message, None if it says that ranks disagree."""
+    """Return the data of a message, None if the hashes show a mismatch."""
     smallest, inverse = message[:HEAD_BYTES].view(np.int64)
     if smallest != ~inverse:
         return None
     joined = _payload_of(message, like)
+    # Two processors may return different NaNs, and all ranks must get the same bits.
     device.canonical_nans(joined)
     return joined
 
 
 def _combine(contribution: Piggyback, ours: Array, theirs: Array) -> None:
-    """Take another rank's message into this one."""
+    """Merge the message `theirs` into `ours`."""
     hashes, others = ours[:HEAD_BYTES].view(np.int64), theirs[:HEAD_BYTES].view(np.int64)
+    # Only equal calls have payloads of one layout.
     if hashes.tobytes() == others.tobytes():
         data, op = contribution
         reduction.combine(op)(_payload_of(ours, data), _payload_of(theirs, data))
+    # Always, so that a difference reaches all ranks.
     np.minimum(hashes, others, out=hashes)
 
 
 def _payload_of(message: Array, like: Array) -> Array:
-    """Return the contribution in a message, of the dtype and size of another one."""
+    """Return the data of a message as a view with the dtype and size of `like`."""
     return message[HEAD_BYTES : HEAD_BYTES + like.nbytes].view(like.dtype)

@@ -1,48 +1,48 @@
 """Receive buffers for long frames, reused once they are no longer referenced.
 
-Who gets the values of a model in each step still holds the last ones meanwhile, so that memory for
-twice the model goes round, in frames of the same lengths each time.
+A worker that receives the values of a model in every step still holds the previous values. So the
+pool circulates memory for twice the model, in frames of equal lengths in every step.
 """
 
 from __future__ import annotations
 
 import mmap
-import sys
 from collections import OrderedDict, deque
 
 import numpy as np
 
 from collectives.arrays.host_arrays import Array
+from collectives.core.references import is_referenced_elsewhere
 
 __all__ = ["BufferPool"]
 
 # Fresh memory costs more than the message (64 MiB on a virtual machine: 140 ms for the first touch,
-# 11 ms for the transfer). So much is kept at most, held by others or not, and no longer frames.
+# 11 ms for the transfer). Most bytes in the pool, in use or free, and the longest pooled frame.
 _KEPT_BYTES = 1 << 29
 _LONGEST = 1 << 27
 
-# Where a frame begins. A copy between processes to a place 1 to 31 bytes behind its source, modulo
-# the page, takes more than twice as long on AMD EPYC (64 MiB by process_vm_readv: 39 ms, else 18),
-# and arrays of NumPy begin at any multiple of 16. Large ones that have pages of their own begin 16
-# bytes into a page, those of PyTorch 64: a frame at its beginning is behind neither.
+# Frames start at a page. On AMD EPYC a copy between processes to an address 1 to 31 bytes behind
+# its source, modulo the page, takes twice as long (64 MiB by process_vm_readv: 39 ms, else 18 ms).
+# NumPy aligns arrays to 16 bytes only. Large NumPy arrays start 16 bytes into a page, PyTorch
+# tensors 64 bytes: a frame at the start of a page is behind neither.
 _PAGE = mmap.PAGESIZE
 
-# Buffers of one length that are looked at. The first is the one that was given away longest ago:
-# it is free, unless somebody keeps it for good.
+# Buffers of one length that `take` inspects. The first is the least recently used: it is free,
+# unless the program keeps it permanently.
 _LOOKS = 8
 
 
 class BufferPool:
-    """Gives memory away, and knows by Python's count of references when it is free again."""
+    """Pool of buffers; Python's reference counts show which buffers are free."""
 
     def __init__(self) -> None:
         # Length -> buffers; both in the order of their last use.
         self._kept: OrderedDict[int, deque[Array]] = OrderedDict()
         self._bytes = 0
-        self._free = _holders(deque([np.empty(1, np.uint8)]))  # of one that nobody else holds
 
     def take(self, length: int) -> Array:
-        """Return memory of so many bytes that nobody else holds."""
+        """Return memory of `length` bytes without other references."""
+        # Long frames are rare, and would push all other buffers out of the pool.
         if length > _LONGEST:
             return _in_pages(_page_aligned(length), length)
         whole = _round_up(length)
@@ -50,15 +50,16 @@ class BufferPool:
         self._kept.move_to_end(whole)
         for _ in range(min(_LOOKS, len(same))):
             same.rotate(-1)
-            if _holders(same) <= self._free:
+            if not is_referenced_elsewhere(same[-1]):
                 return _in_pages(same[-1], length)
         same.append(_page_aligned(whole))
+        # Counted while in use, because the pool holds the memory in any case.
         self._bytes += whole
         self._evict()
         return _in_pages(same[-1], length)
 
     def _evict(self) -> None:
-        """Let go what was not used for longest, while this is too much."""
+        """Drop the least recently used buffers while the pool is too large."""
         while self._bytes > _KEPT_BYTES:
             length, oldest = next(iter(self._kept.items()))
             if oldest:
@@ -69,22 +70,17 @@ class BufferPool:
 
 
 def _page_aligned(length: int) -> Array:
-    """Return memory in which so many bytes find a place at the beginning of a page."""
+    """Return memory with room for `length` bytes from the start of a page."""
     return np.empty(length + _PAGE - 1, np.uint8)
 
 
 def _in_pages(room: Array, length: int) -> Array:
-    """Return the bytes from the first beginning of a page on, a view of that memory."""
+    """Return a view of `length` bytes from the first page boundary in the memory."""
     start = -room.__array_interface__["data"][0] % _PAGE
     return room[start : start + length]
 
 
 def _round_up(length: int) -> int:
-    """Return a length that up to 25 % shorter ones share."""
+    """Return a length that is shared by lengths up to 25 % shorter."""
     step = 1 << max(0, length.bit_length() - 3)
     return -(-length // step) * step
-
-
-def _holders(same: deque[Array]) -> int:
-    """Return how many references Python counts to the last buffer, among them its views'."""
-    return sys.getrefcount(same[-1])

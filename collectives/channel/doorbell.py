@@ -1,10 +1,10 @@
 """Doorbell: wakes a sleeping thread in another process of the same node.
 
-MPI can wait only by asking again and again. A rank that waits for messages at unknown times sleeps
-on a pipe of its own instead, and who sends it something writes one byte into that pipe. The others
-reach the pipe through `/proc/<pid>/fd`: no name in the file system, no socket, nothing that is left
-behind by a process that is killed. The kernel lets only processes of the same user do so. Where
-it does not work (another node, another container, no Linux) the sleeper has to look by itself.
+MPI can wait only by polling. A rank that waits for messages at unknown times sleeps on its own pipe
+instead, and a sender writes one byte into that pipe. Other processes open the pipe through
+`/proc/<pid>/fd`: it needs no name in the file system and no socket, and a killed process leaves
+nothing behind. The kernel allows this only to processes of the same user. If it fails (other node,
+other container, no Linux), the sleeper must poll.
 """
 
 from __future__ import annotations
@@ -18,28 +18,31 @@ __all__ = ["Doorbell"]
 
 
 class Doorbell:
-    """A pipe on which one thread of this process sleeps, and those of others to ring at.
+    """A pipe on which one thread of this process sleeps, and the pipes of other ranks.
 
     Attributes:
-        address: where others find this pipe: process, file descriptor, and the device and inode by
-            which they make sure that it is this one.
+        address: address of this pipe for other processes: process, file descriptor, and the device
+            and inode that identify it.
     """
 
     def __init__(self) -> None:
         self._inside, self._outside = os.pipe()
+        # Neither a ring nor an empty pipe may block a thread.
         os.set_blocking(self._inside, False)
         os.set_blocking(self._outside, False)
+        # `poll` instead of `select`, which fails for descriptors above 1023.
         self._waiting = select.poll()
         self._waiting.register(self._inside, select.POLLIN)
         self._others: dict[int, int] = {}  # rank -> file descriptor
+        # Device and inode identify the pipe, because numbers of processes are reused.
         status = os.fstat(self._inside)
         self.address = (os.getpid(), self._inside, status.st_dev, status.st_ino)
 
     def connect(self, peer: int, address: Sequence[int]) -> bool:
-        """Learn where a rank sleeps; return whether it can be woken from here."""
+        """Open the pipe of a rank; return whether this process can wake that rank."""
         process, number, device, inode = address
         try:
-            # Reading the target first: opening what is not a pipe may have side effects.
+            # Check the target first: opening anything but a pipe may have side effects.
             path = f"/proc/{process}/fd/{number}"
             if os.readlink(path) != f"pipe:[{inode}]":
                 return False
@@ -47,6 +50,7 @@ class Doorbell:
         except OSError:
             return False
         status = os.fstat(found)
+        # The process may have closed the descriptor and opened another file since `readlink`.
         if (status.st_dev, status.st_ino) != (device, inode):
             os.close(found)
             return False
@@ -54,25 +58,27 @@ class Doorbell:
         return True
 
     def ring(self, peer: int | None = None) -> None:
-        """Wake a rank, or this one if None; not if that is not possible, or it is gone."""
+        """Wake a rank, or this rank if None; ignored if the rank is gone or not connected."""
         target = self._outside if peer is None else self._others.get(peer, -1)
         if target >= 0:
-            # A full pipe wakes just as well, and a broken one belongs to a process that has ended.
+            # A full pipe wakes as well, and a broken pipe belongs to a process that has ended.
             with contextlib.suppress(BlockingIOError, BrokenPipeError):
                 os.write(target, b"\0")
 
     def wait(self, seconds: float) -> bool:
-        """Sleep until somebody rings; return False if nobody did in this time."""
+        """Sleep until a process rings; return False after `seconds` without a ring."""
         if not self._waiting.poll(seconds * 1000):
             return False
         with contextlib.suppress(BlockingIOError):
+            # All bytes at once: several rings before a wait count as one.
             while len(os.read(self._inside, 4096)) == 4096:
                 pass
         return True
 
     def close(self) -> None:
-        """Close all pipes; nobody may use this object any more."""
+        """Close all pipes; the object is then unusable."""
         for number in (self._inside, self._outside, *self._others.values()):
             os.close(number)
         self._others.clear()
+        # A later `ring` of another thread must not write to a reused descriptor.
         self._outside = -1

@@ -5,7 +5,7 @@
     head   [ magic | n | length 0 .. length n-1 | short frame | short frame | ... ]
     then   [ long frame ] [ long frame ]
 
-Which frames are short follows from the lengths, on both sides alike.
+Sender and receiver derive from the lengths which frames are short.
 """
 
 from __future__ import annotations
@@ -25,28 +25,30 @@ _PREFIX = struct.Struct("<HxxI")  # magic, number of frames
 _MOST_FRAMES = 1 << 16
 _MOST_BYTES = 1 << 36
 
-# A frame up to this length is copied into the head: up to here a copy costs less than a message
-# of its own. Frames in a head begin at multiples of 16 bytes, so that they can be seen as arrays.
+# Frames up to this length are copied into the header, because a copy costs less than a message.
+# Their offsets are multiples of 16 bytes, so that arrays can view them.
 _SHORT = 1 << 15
 _HEAD = 1 << 18
 _ALIGN = 16
 
 
 def encode(frames: Sequence[Array]) -> tuple[Array, list[Array]]:
-    """Return the head and the long frames of a message.
+    """Return the header and the long frames of a message.
 
     Args:
-        frames: shape (n,), uint8, each.
+        frames: arrays of shape (n,), uint8.
 
     Raises:
         ValueError: too many frames, or too many bytes.
     """
+    # The limits bound what a damaged header can make a receiver allocate.
     if len(frames) > _MOST_FRAMES or sum(frame.size for frame in frames) > _MOST_BYTES:
         raise ValueError(
             f"send: a message is too long, expected at most {_MOST_FRAMES} frames and "
             f"{_MOST_BYTES} bytes, got {len(frames)} and {sum(frame.size for frame in frames)}"
         )
     lengths = [frame.size for frame in frames]
+    # Both sides compute the same places from the lengths.
     places = list(_offsets(lengths))
     ends = [at + n for at, n in zip(places, lengths, strict=True) if at is not None]
     start = _PREFIX.size + 8 * len(frames)
@@ -60,10 +62,10 @@ def encode(frames: Sequence[Array]) -> tuple[Array, list[Array]]:
 
 
 def decode(head: Array, source: int) -> list[tuple[int, int | None]]:
-    """Return length, and place in the head if it has one, of each frame of a message.
+    """Return for each frame its length, and its offset in the header or None.
 
     Raises:
-        CollectiveError: this is not a head; nothing has been allocated by then.
+        CollectiveError: the data is not a header; nothing was allocated.
     """
     magic, count = _PREFIX.unpack_from(head.data) if head.size >= _PREFIX.size else (0, 0)
     start = _PREFIX.size + 8 * count
@@ -71,6 +73,7 @@ def decode(head: Array, source: int) -> list[tuple[int, int | None]]:
     lengths = head[_PREFIX.size : start].view(np.uint64).tolist() if good else []
     places = list(_offsets(lengths))
     ends = [at + n for at, n in zip(places, lengths, strict=True) if at is not None]
+    # The last short frame ends the header, so its size is a check of all lengths.
     if not good or sum(lengths) > _MOST_BYTES or max([start, *ends]) != head.size:
         raise CollectiveError(
             f"channel: what rank {source} sent is not a message ({head.size} bytes, it begins with "
@@ -80,9 +83,10 @@ def decode(head: Array, source: int) -> list[tuple[int, int | None]]:
 
 
 def _offsets(lengths: Sequence[int]) -> Iterator[int | None]:
-    """Yield where in the head each frame begins; None for a long one."""
+    """Yield the offset of each frame in the header; None for a long frame."""
     end = _PREFIX.size + 8 * len(lengths)
     for length in lengths:
+        # A dtype of 16 bytes can then be viewed without a copy.
         start = -(-end // _ALIGN) * _ALIGN
         if length <= _SHORT and start + length <= _HEAD:
             end = start + length
@@ -90,4 +94,5 @@ def _offsets(lengths: Sequence[int]) -> Iterator[int | None]:
         elif length:
             yield None
         else:
+            # An empty frame has no message of its own.
             yield end

@@ -1,17 +1,16 @@
 """`grouped_allreduce`: one reduction of many arrays.
 
-Where ranks meet in shared memory, a long array is reduced from where it is to where its result
-goes, as by a call of its own. The short ones of a dtype are thought of as one, which is cut into
-portions that fit in a core's cache: each is copied to memory that all ranks reach, reduced there,
-and copied to where the results lie, before the next one. So every number comes from and goes to
-main memory once, as if nothing were packed:
+In shared memory, a long array is reduced directly from its memory to its result, as in a call of
+its own. The short arrays of a dtype form one sequence, cut into portions that fit into a core's
+cache. Each portion is copied to shared memory, reduced there, and copied to the results, before the
+next portion. So each element crosses main memory once in each direction, as without packing:
 
     arrays    | a | b |   c   |     results   | a | b |   c   |
     portions  |   1   |  2 | 3 |              |   1   |  2 | 3 |
                 copy to shared memory -> reduce -> copy, one portion after the other
 
-By messages each dtype is one portion, since few long messages are best, and is reduced where its
-results lie. So it is, too, where all arrays are on one device (`on_device`).
+By messages each dtype is one portion, because a few long messages are fastest, and is reduced in
+the memory of its results. The same holds if all arrays are on one device (`on_device`).
 """
 
 from __future__ import annotations
@@ -37,7 +36,6 @@ from collectives.fusion.layouts import (
     pack,
     part,
     put,
-    reduce_whole,
     unpack,
 )
 from collectives.fusion.on_device import DevicePackers, FusedDeviceArray
@@ -87,30 +85,30 @@ def grouped_allreduce(
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> list[Any]:
-    """Reduce many arrays at once, as if `allreduce` were called for each.
+    """Reduce many arrays at once, as if you called `allreduce` for each array.
 
-    What is the same for all calls with arrays of the same shapes and dtypes is kept, for the last
-    16 such lists. `plan_buckets` saves a copy, and lets reductions begin before all arrays exist.
+    The plans for the last 16 lists of shapes and dtypes are cached. `plan_buckets` saves a copy,
+    and overlaps reductions with the computation of later arrays.
 
     Args:
         xs: arrays of any kinds, shapes and dtypes; the same shapes and dtypes on all ranks.
-        op: how to combine, defined for all of the dtypes.
-        out: where to put the results, an array for each of `xs`, perhaps that one itself; as for
-            `allreduce`. Two of them must not share memory.
+        op: reduction operation, defined for all dtypes.
+        out: arrays for the results, one for each of `xs`, as for `allreduce`; may be the arrays of
+            `xs`. Two of them must not share memory. None returns new arrays.
         compression: as for `allreduce`, without feedback.
         prescale: as for `allreduce`.
-        postscale: likewise.
+        postscale: as for `allreduce`.
         algorithm: as for `allreduce`, for each dtype; not "nccl".
-        timeout: seconds.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
-        The arrays of `out`; or one new array for each of `xs`, of its kind, shape and dtype. Those
-        of NumPy and PyTorch are views of one piece of memory, which serves later calls when all of
-        them are gone; on a device they are parts of one array for each dtype.
+        The arrays of `out`; or a new array for each of `xs`, of its kind, shape and dtype. New
+        NumPy arrays and PyTorch tensors are views of one memory block, reused by later calls once
+        all of them are gone. On a device, new arrays are parts of one array per dtype.
 
     Raises:
-        TypeError: the op is not defined for a dtype, or this is not a compression.
-        ValueError: unknown algorithm; or there is not an `out` for each array, or one does not fit.
+        TypeError: the op is not defined for a dtype, or `compression` has another type.
+        ValueError: the algorithm is unknown, or the arrays of `out` do not fit in number or kind.
         MismatchError: ranks differ in number, shapes or dtypes; on all ranks.
 
     Cost: two copies of short arrays beside the reduction, in shared memory through the cache;
@@ -122,6 +120,8 @@ def grouped_allreduce(
         compression = resolve(compression, call.operation)
         scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
         asked = FusionKey(op, compression, scales, algorithm)
+        # None for a host array, a lowered op or a scale, and for arguments whose error the host
+        # path reports.
         there = grouped_on_device.device_arguments(group, asked, xs, out)
         if there is None:
             finish = _on_host(call, xs, out, asked, timeout)
@@ -137,14 +137,17 @@ def _on_host(
     asked: FusionKey,
     timeout: float | None,
 ) -> Callable[[], list[Any]]:
-    """Reduce arrays in shared memory, if that is possible; returns what ends the call."""
+    """Reduce arrays on the host; return the function that ends the call."""
+    # NumPy arrays with `out=`, the usual case of a training loop, need no loans.
     plain = None if out is None else _numpy_targets(call.group.address_reader, xs, out)  # step 3
     loans = _borrow_all(xs, out, call.operation) if plain is None else [None] * len(xs)
     hosts = [x if loan is None else loan.host for x, loan in zip(xs, loans, strict=True)]
     kinds = tuple([(array.shape, array.dtype) for array in hosts])
     groupings = call.group.state_of(FusionCache)
     known = groupings.find(kinds, asked, call)  # steps 4 and 5
+    # The ranks have agreed on arrays and options, so all of them take the same branches below.
     engine = call.engine_for(asked.algorithm)
+    # Messages and lowered ops work on host views.
     if plain is not None and (engine is None or known.ways):
         plain, loans = None, _borrow_all(xs, out, call.operation)
     if known.ways:
@@ -153,28 +156,34 @@ def _on_host(
     direct = plain
     if plain is None and engine is not None and (out is not None or known.ways):
         direct = _direct_targets(hosts, loans)
+    # Without `direct`, all results share one block, which a later call may reuse.
     results = np.empty(0, np.uint8) if direct else groupings.results(known.nbytes)
     if engine is not None:
-        for portion, (shared, work) in zip(known.portions, known.work, strict=True):
+        for portion, (shared, plan) in zip(known.portions, known.work, strict=True):
+            # Portions of one kind share their memory and plan, so each is unpacked before the next
+            # is packed.
             if shared is None:
                 own = portion.pieces[0].array
                 target = direct[own] if direct else part(portion, results)
-                reduce_whole(call, work, hosts[own], target)  # step 6
+                plan.first(call, host_arrays.flat(hosts[own]), target)  # step 6
                 continue
             pack(portion, hosts, shared)
-            call.drive(work)  # step 6
+            plan.first(call, shared, shared)  # step 6
             if direct:
                 unpack(portion, shared, direct)
             else:
                 put(portion, shared, results)
+    # Last, so that only a plan that has run on all ranks is found again.
     groupings.store(asked.key(kinds), known)  # step 7
 
     def finish() -> list[Any]:
+        # After the call has ended, because each reduction is a call of its own.
         if engine is None:
             _by_messages(call.group, hosts, results, known, asked, timeout)
         if plain is not None and out is not None:
             return list(out)
         if direct:
+            # `restore` writes to an array of another library, or reports the change to PyTorch.
             return [loan.restore(loan.host) for loan in loans if loan is not None]
         places = zip(hosts, known.starts, strict=True)
         made = [
@@ -190,13 +199,15 @@ def _on_host(
 def _on_device(
     call: Call, there: list[FusedDeviceArray], asked: FusionKey, timeout: float | None
 ) -> Callable[[], list[Any]]:
-    """Compare arrays that are on a device; returns what reduces them."""
+    """Compare a call of device arrays; return the function that reduces them."""
     kinds = tuple([(one.own.shape, one.own.dtype) for one in there])
     groupings = call.group.state_of(FusionCache)
+    # The later `allreduce` is a call of its own; this one compares the list of arrays.
     known = groupings.find(kinds, asked, call, on_device=True)  # steps 4 and 5
     groupings.store(asked.key(kinds, on_device=True), known)  # step 7
 
     def reduce(whole: Any) -> None:
+        # In place: `whole` is packed memory of this package.
         allreduce(
             call.group, whole, op=asked.op, out=whole, compression=asked.compression,
             algorithm=asked.algorithm, timeout=timeout,
@@ -213,7 +224,8 @@ def _by_messages(
     asked: FusionKey,
     timeout: float | None,
 ) -> None:
-    """Reduce each portion where its results lie."""
+    """Reduce each portion by messages, in the memory of its results."""
+    # The compression of the caller applies to floats that the op adds directly, as in `allreduce`.
     as_given = all(way.dtype == way.original for way in known.ways)
     for portion in known.portions:
         target = part(portion, results)
@@ -227,11 +239,12 @@ def _by_messages(
 def _borrow_all(
     xs: Sequence[Any], out: Sequence[Any] | None, operation: str
 ) -> list[HostArgument | None]:
-    """Borrow the arrays of a call; None for what is as NumPy has it, and whose result is new.
+    """Return host views of the arrays; None for native NumPy arrays with new results.
 
     Raises:
-        TypeError, ValueError: as `host_arrays.host_view`; or there is not an `out` for each.
+        TypeError, ValueError: as `host_arrays.host_view`; or `out` has another length than `xs`.
     """
+    # A loan takes several us, and a native NumPy array is its own host view.
     if out is None:
         return [
             None
@@ -245,10 +258,10 @@ def _borrow_all(
 
 
 def pairs(operation: str, xs: Sequence[Any], out: Sequence[Any] | None) -> list[tuple[Any, Any]]:
-    """Return each array with its `out`, None where there is none.
+    """Return each array with its `out`, or with None.
 
     Raises:
-        ValueError: there is not an `out` for each.
+        ValueError: `out` has another length than `xs`.
     """
     if out is None:
         return [(x, None) for x in xs]
@@ -262,7 +275,7 @@ def pairs(operation: str, xs: Sequence[Any], out: Sequence[Any] | None) -> list[
 def _lower_all(
     hosts: Sequence[Array], loans: Sequence[HostArgument | None], ways: Sequence[Lowering]
 ) -> list[HostArgument | None]:
-    """Lend what is reduced in place of each array."""
+    """Return the converted inputs of the lowered reduction."""
     plain = [HostArgument(x, None, host_arrays.identity) for x in hosts]
     lent = [given or own for given, own in zip(loans, plain, strict=True)]
     return [way.lend(loan) for way, loan in zip(ways, lent, strict=True)]
@@ -271,15 +284,16 @@ def _lower_all(
 def _numpy_targets(
     look: AddressReader, xs: Sequence[Any], out: Sequence[Any]
 ) -> list[Array] | None:
-    """Return the targets of a call with arrays of NumPy in order, flat, as `_direct_targets`.
+    """Return the flat `out` arrays of a call with NumPy arrays, as `_direct_targets`.
 
-    None where one of them needs a closer look.
+    None if an array needs the full checks.
     """
     if len(xs) != len(out) or any(type(x) is not np.ndarray or not x.dtype.isnative for x in xs):
         return None
     readable, writable, _ = look
     sends = [readable(x) for x in xs]
     targets = [writable(x, to) for x, to in zip(xs, out, strict=True)]
+    # 0 is an array without C order, or an `out` that is read-only or of another shape or dtype.
     if not (all(sends) and all(targets) and _are_apart(sends, targets, [x.nbytes for x in xs])):
         return None
     return [to.reshape(-1) for to in out]
@@ -288,12 +302,13 @@ def _numpy_targets(
 def _direct_targets(
     hosts: Sequence[Array], loans: Sequence[HostArgument | None]
 ) -> list[Array] | None:
-    """Return the targets, flat, if each portion may go there before the next one is packed.
+    """Return the flat targets if portions may be written before later ones are packed, else None.
 
-    So it may where no target shares memory with another array than its own.
+    That requires that no target shares memory with another array than its own.
     """
     wanted = [None if loan is None else loan.target for loan in loans]
     there = [
+        # A strided array would be copied to or from its flat form in one piece, not in portions.
         target
         for array, target in zip(hosts, wanted, strict=True)
         if target is not None and target.flags.c_contiguous and array.flags.c_contiguous
@@ -307,24 +322,27 @@ def _direct_targets(
 
 
 def _are_apart(sends: list[int], targets: list[int], sizes: list[int]) -> bool:
-    """Tell whether arrays, which begin at these addresses, share no memory but with their target.
+    """Return whether no array shares memory with another, except with its own target.
 
     Args:
-        sends: of the arrays.
-        targets: of the target of each, perhaps the same.
-        sizes: bytes of each.
+        sends: addresses of the arrays.
+        targets: addresses of their targets; may be equal to the arrays.
+        sizes: bytes of each array.
     """
     begins, nbytes = np.array([sends, targets], np.int64), np.array([sizes, sizes], np.int64)
+    # An empty array has an address, but overlaps nothing.
     kept = nbytes > 0
+    # A target that is its own array counts once.
     kept[1] &= begins[0] != begins[1]
     first, length = begins[kept], nbytes[kept]
+    # Sorted by address, only neighbors can overlap: n log n steps instead of n^2.
     order = np.argsort(first)
     ends = (first + length)[order]
     return bool((ends[:-1] <= first[order][1:]).all())
 
 
 def result_view(array: Array, loan: HostArgument, out: object) -> Any:
-    """Give a result back, which is a view of memory that holds others, too."""
+    """Return a result, a view of shared result memory, in the form that the caller expects."""
     if out is None or loan.target is None:
         return loan.restore(array)
     return loan.restore(host_arrays.copy_to(array, loan.target))

@@ -18,12 +18,12 @@ __all__ = [
     "merge_adjacent",
 ]
 
-# Arrays begin at multiples of this many bytes: a cache line, and a multiple of every element.
+# Alignment of arrays in bytes: a cache line, and a multiple of every element size.
 ALIGNMENT = 64
 
 
 class ArraySlice(NamedTuple):
-    """Some elements of an array: its number, the first element, and the one behind the last."""
+    """Elements of an array: its number, the first element, and the end (exclusive)."""
 
     array: int
     start: int
@@ -31,14 +31,14 @@ class ArraySlice(NamedTuple):
 
 
 class FusedChunk(NamedTuple):
-    """Pieces of arrays of one dtype that are reduced by one call.
+    """Pieces of arrays of one dtype that one call reduces.
 
     Attributes:
-        dtype: of the arrays.
-        pieces: what it consists of, one behind the other.
-        first: the first byte of the portion, where all portions lie one behind the other.
-        nbytes: of the portion.
-        whole: whether it is one array, long enough to be reduced where it is.
+        dtype: dtype of the arrays.
+        pieces: the pieces, in memory order.
+        first: first byte of the portion in the sequence of all portions.
+        nbytes: bytes of the portion.
+        whole: whether the portion is one long array, reduced without packing.
     """
 
     dtype: Any
@@ -53,13 +53,13 @@ def lay_out(
 ) -> list[tuple[int, ...]]:
     """Group arrays into buckets.
 
-    Each dtype fills buckets of its own; a bucket that has reached its bytes is full. The buckets
-    come in the order in which they can be reduced: by the array that is ready last.
+    Each dtype has its own buckets. A bucket is full once it reaches its limit of bytes. Buckets are
+    sorted by the readiness of their last array, the order in which they can be reduced.
 
     Args:
         sizes: bytes of the arrays.
-        dtypes: of the arrays.
-        order: indices of all arrays, as they become ready.
+        dtypes: dtypes of the arrays.
+        order: indices of all arrays, in the order in which they become ready.
         limits: bytes of the first bucket, and of the later ones.
 
     Returns:
@@ -69,12 +69,14 @@ def lay_out(
         >>> lay_out([4, 4, 4, 9], ["float32"] * 4, [3, 2, 1, 0], (4, 8))
         [(3,), (2, 1), (0,)]
     """
+    # Only the first bucket is small; later ones start while it is being reduced.
     limit = limits[0]
-    full: list[tuple[int, tuple[int, ...]]] = []  # when the last array is ready, and all of them
+    full: list[tuple[int, tuple[int, ...]]] = []  # when the last array is ready, and all arrays
     filling: dict[Any, tuple[list[int], int]] = {}  # dtype -> arrays, bytes
     when: dict[int, int] = {}
     for at, i in enumerate(order):
         when[i] = at
+        # `pop`, so that a full bucket is not filled further.
         members, nbytes = filling.pop(dtypes[i], ([], 0))
         members.append(i)
         nbytes += sizes[i]
@@ -83,15 +85,16 @@ def lay_out(
         else:
             full.append((at, tuple(members)))
             limit = limits[1]
+    # Buckets below their limit; the last array of one may be ready before that of a full bucket.
     full += [(when[members[-1]], tuple(members)) for members, _ in filling.values()]
     return [members for _, members in sorted(full)]
 
 
 def offsets(sizes: Sequence[int], order: Iterable[int]) -> tuple[list[int], int]:
-    """Place arrays in memory, one behind the other in some order.
+    """Place arrays in memory one after the other, in a given order.
 
     Returns:
-        The first byte of each array, and all bytes.
+        The first byte of each array, and the total number of bytes.
 
     Example:
         >>> offsets([8, 100], [1, 0])
@@ -106,13 +109,13 @@ def offsets(sizes: Sequence[int], order: Iterable[int]) -> tuple[list[int], int]
 
 
 def merge_adjacent(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
-    """Join arrays that lie side by side.
+    """Merge adjacent arrays into memory spans.
 
     Args:
-        parts: first byte and bytes of each array, as `offsets` has placed them.
+        parts: first byte and bytes of each array, as placed by `offsets`.
 
     Returns:
-        The first byte of each stretch of memory, and the one behind its last, padding included.
+        The first byte and the end (exclusive) of each span, including padding.
 
     Example:
         >>> merge_adjacent([(128, 8), (0, 100), (256, 4)])
@@ -122,6 +125,8 @@ def merge_adjacent(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
     for start, size in sorted(parts):
         if not size:
             continue
+        # The padding between adjacent arrays is reduced with them: one call per span, not per
+        # array.
         stop = start + _pad(size)
         if joined and joined[-1][1] == start:
             joined[-1] = (joined[-1][0], stop)
@@ -131,16 +136,16 @@ def merge_adjacent(parts: Iterable[tuple[int, int]]) -> list[tuple[int, int]]:
 
 
 class BucketLayout:
-    """Memory in which arrays lie as their buckets are filled: from the last one to the first.
+    """Memory layout of arrays in the order in which their buckets fill: from the last to the first.
 
     Args:
         sizes: bytes of the arrays.
-        dtypes: of the arrays.
+        dtypes: dtypes of the arrays.
         limits: bytes of the first bucket, and of the later ones.
 
     Attributes:
         sizes: as above.
-        starts: the first byte of each array.
+        starts: first byte of each array.
         total: bytes of the memory.
     """
 
@@ -149,13 +154,15 @@ class BucketLayout:
     ) -> None:
         self.sizes = sizes
         self._dtypes, self._limits = dtypes, limits
+        # Backward passes produce the gradients of the last layer first, as in PyTorch's DDP.
         last_first = range(len(sizes) - 1, -1, -1)
+        # In the order of the buckets, so that a bucket of the first step is one span of memory.
         self.starts, self.total = offsets(
             sizes, [i for group in self.groups(last_first) for i in group]
         )
 
     def groups(self, order: Iterable[int]) -> list[tuple[int, ...]]:
-        """Group the arrays into buckets, as they become ready; as `lay_out`."""
+        """Group the arrays into buckets for an order of readiness, as `lay_out`."""
         return lay_out(self.sizes, self._dtypes, order, self._limits)
 
     def spans(self, members: Iterable[int]) -> list[tuple[int, int]]:
@@ -166,18 +173,18 @@ class BucketLayout:
 def split_by_bytes(
     counts: Sequence[int], dtypes: Sequence[Any], limit: int, whole: int = sys.maxsize
 ) -> tuple[list[FusedChunk], list[int], int]:
-    """Cut arrays into portions of equal bytes, but for long ones, each of which is one.
+    """Cut arrays into portions of at most `limit` bytes; each long array is its own portion.
 
-    Those of a dtype lie one behind the other, long ones first.
+    The arrays of a dtype are adjacent, long arrays first.
 
     Args:
         counts: elements of the arrays.
-        dtypes: of the arrays, NumPy dtypes.
-        limit: bytes that a portion of others has at most; a multiple of every element.
-        whole: bytes from which on an array is a portion.
+        dtypes: NumPy dtypes of the arrays.
+        limit: most bytes of a portion of short arrays; a multiple of every element size.
+        whole: smallest long array, in bytes.
 
     Returns:
-        The portions, the first byte of each array, and all bytes.
+        The portions, the first byte of each array, and the total number of bytes.
 
     Example:
         >>> import numpy as np
@@ -192,6 +199,7 @@ def split_by_bytes(
     at = 0
     for dtype in dict.fromkeys(dtypes):
         members = [(i, counts[i]) for i, other in enumerate(dtypes) if other == dtype]
+        # At least 1, because an empty array is never a portion.
         least = max(1, -(-whole // dtype.itemsize))
         for i, count in members:
             if count >= least:
@@ -200,9 +208,11 @@ def split_by_bytes(
                 at += _pad(nbytes)
         members = [(i, count) for i, count in members if count < least]
         for pieces, first in _cut_pieces(members, limit // dtype.itemsize):
+            # No padding between short arrays, because an array may continue in the next portion.
             place = at + first * dtype.itemsize
             count = 0
             for piece in pieces:
+                # The piece with the first element gives the place of the array.
                 if piece.start == 0:
                     starts[piece.array] = place + count * dtype.itemsize
                 count += piece.stop - piece.start
@@ -214,7 +224,7 @@ def split_by_bytes(
 def _cut_pieces(
     members: Sequence[tuple[int, int]], most: int
 ) -> Iterator[tuple[list[ArraySlice], int]]:
-    """Yield the pieces of each portion of arrays of one dtype, and the elements before it."""
+    """Yield the pieces of each portion of arrays of one dtype, and the offset in elements."""
     pieces: list[ArraySlice] = []
     first, room = 0, most
     for index, count in members:
@@ -232,7 +242,7 @@ def _cut_pieces(
 
 
 def summary(kinds: Sequence[tuple[str, tuple[int, ...]]]) -> str:
-    """Describe arrays in a line that is short when it is cut, and another for others."""
+    """Describe arrays in one line; a checksum keeps lines distinct after they are cut."""
     text = " ".join(f"{name}{list(shape)}" for name, shape in kinds)
     return f"{zlib.crc32(text.encode()):08x} {text}"
 

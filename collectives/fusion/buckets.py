@@ -1,17 +1,17 @@
 """`Buckets`: arrays reduced bucket by bucket while the caller computes.
 
-Gradients of a model are many and small, and become ready one after the other, those of the last
-layer first. They lie side by side, laid out once, in memory that the ranks of a node share, or on a
-CUDA device where all of them are; several neighbours form a bucket, and a bucket is reduced as soon
-as all of its arrays are ready:
+A model has many small gradients, which become ready one after the other, starting with the last
+layer. The arrays are laid out once, side by side: in memory shared by the ranks of a node, or on a
+CUDA device that holds all arrays. Adjacent arrays form a bucket, and a bucket is reduced as soon as
+all its arrays are ready:
 
     caller     ready(4)  ready(3)  ready(2)        ready(1)  ready(0)        wait()
     thread                  |--- bucket 0: 4 3 ---|             |--- bucket 1: 2 1 0 ---|
 
-The first step takes the arrays from the last to the first. From the second on, the buckets follow
-the order in which the arrays became ready on rank 0 in the first one; the places of the arrays in
-memory stay. All ranks reduce the same buckets in the same order, without negotiating. With feedback
-the buckets stay as in the first step, since each has its residual.
+The first step assumes that arrays become ready from the last to the first. From the second step on,
+the buckets follow the order of readiness on rank 0 in the first step; the memory layout stays. All
+ranks reduce the same buckets in the same order without negotiation. With error feedback the buckets
+of the first step stay, because each bucket has a residual.
 """
 
 from __future__ import annotations
@@ -40,10 +40,10 @@ class _Step:
     """One pass over all arrays.
 
     Attributes:
-        order: the arrays that are ready, as they became so.
-        missing: for each bucket, how many arrays are not ready.
+        order: the ready arrays, in the order of readiness.
+        missing: for each bucket, the number of arrays that are not ready.
         requests: the reductions that were started.
-        failed: one of these has failed, and the later ones are left out, on all ranks.
+        failed: whether a reduction has failed; then all ranks skip the later ones.
     """
 
     def __init__(self, buckets: Sequence[Bucket]) -> None:
@@ -54,21 +54,23 @@ class _Step:
 
 
 class Buckets:
-    """Arrays that are reduced together, step by step; made by `Communicator.plan_buckets`.
+    """Arrays that are reduced together in every step; created by `Communicator.plan_buckets`.
 
-    A step is either a call of `allreduce`, or a call of `ready` for every array, in any order, and
-    then one of `wait`. All ranks take the same steps. Results lie where the arrays lay, in `views`,
-    until something else is written there.
+    A step is one call of `allreduce`, or a call of `ready` for every array, in any order, followed
+    by `wait`. All ranks run the same steps. Results replace the arrays in `views` and stay until
+    you overwrite them.
 
     Args:
-        group: the ranks; belongs to the buckets alone.
-        places: where the arrays lie.
-        names: of the arrays.
+        group: the ranks; owned by the buckets.
+        places: memory of the arrays.
+        names: names of the arrays.
     """
 
     def __init__(self, group: Group, places: BucketBuffer, names: Sequence[str]) -> None:
         self._group = group
+        # The group is a duplicate for these buckets, so the thread needs no further one.
         self._progress = RequestThread(lambda: group)
+        # Without a reference to the buckets, so that a dropped object ends the thread.
         weakref.finalize(self, self._progress.close_nowait).atexit = False
         self._places = places
         self._options = places.options
@@ -76,17 +78,17 @@ class Buckets:
         self._apply_order(places.buckets(range(len(names) - 1, -1, -1)))
         self._step: _Step | None = None
         self._residuals = places.options.compression.residuals
-        self._learned = self._residuals is not None  # they would be of other arrays
+        self._learned = self._residuals is not None  # a new order would mix up the residuals
         self._kept: list[tuple[str, dict[str, Any]]] = []  # residuals before the last step
         self._closed = False
 
     @property
     def views(self) -> list[Any]:
-        """The places of the arrays, in the caller's order: who writes there saves a copy.
+        """Views of the arrays' memory, in the caller's order: writing to them saves a copy.
 
-        Of the shapes and dtypes that were asked for; the same ones at every step. Where all arrays
-        are on one CUDA device, on all ranks, they are there, and of the kinds that were asked for.
-        Else they are tensors where tensors of PyTorch on the CPU were asked for, or NumPy arrays.
+        The views have the planned shapes and dtypes and stay the same in every step. If all arrays
+        are on one CUDA device on all ranks, the views are on that device and of the planned kinds.
+        Otherwise they are tensors for PyTorch tensors on the CPU, else NumPy arrays.
         """
         return list(self._places.shown)
 
@@ -96,16 +98,17 @@ class Buckets:
         *Collective*: all ranks.
 
         Args:
-            values: an array for each place, None for zeros; or None: what stands in `views`.
-            scale: what the values are multiplied by on the way to their places; any number, also
-                another one on every rank. Needs `values`, and no integers among the arrays.
+            values: one array for each view, None in its place for zeros. Without `values`, reduce
+                the contents of `views`.
+            scale: factor applied while the values are copied; may differ between ranks. Requires
+                `values`, and no integer arrays.
 
         Returns:
-            The results in the caller's order: `views`, or new arrays where the kind that was asked
-            for is immutable, or on a device while `views` are not.
+            The results in the caller's order: `views`, or new arrays if the planned kind is
+            immutable or on a device that does not hold the views.
 
         Raises:
-            TypeError, ValueError: an array does not fit; MismatchError on the other ranks.
+            TypeError, ValueError: an array does not fit; the other ranks raise `MismatchError`.
             CollectiveTimeout, PeerFailure: as `Communicator.allreduce`.
         """
         self._check_open("allreduce")
@@ -122,33 +125,35 @@ class Buckets:
                 )
             arrays = None if values is None else self._check_arrays(values)
         except Exception as error:
+            # The other ranks wait in the reduction, so this rank refuses it before it raises.
             self._fail(error)
             raise
+        # `restore_feedback` concerns steps of `ready` and `wait` only.
         self._kept = []
         for number, bucket in enumerate(self._buckets):
             try:
                 if arrays is not None:
                     self._places.pack(bucket, arrays, scale)
-            except Exception as error:  # as when a device has no memory left
+            except Exception as error:  # for example, a device without free memory
                 self._fail(error, number)
                 raise
             bucket.reduce()
         return self._places.results()
 
     def ready(self, index: int, value: Any = None) -> None:
-        """Say that one array is ready, which may start the reduction of its bucket.
+        """Mark one array as ready, which may start the reduction of its bucket.
 
         One thread at a time.
 
         Args:
-            index: of the array.
-            value: the array, which is copied; None: what stands in `views[index]`, which must not
-                change until `wait`.
+            index: index of the array.
+            value: the array, which is copied; None uses the contents of `views[index]`, which must
+                not change until `wait`.
 
         Raises:
-            TypeError, ValueError: there is no such array, it is ready already, or the value does
-                not fit. The step is over; MismatchError in the `wait` of the other ranks.
-            LaunchError: ranks exchange messages, and this MPI cannot be used by several threads.
+            TypeError, ValueError: the index is out of range, the array is already ready, or the
+                value does not fit. The step ends; the other ranks raise `MismatchError` in `wait`.
+            LaunchError: ranks exchange messages, and this MPI library does not support threads.
         """
         step = self._step or self._current_step("ready")
         try:
@@ -162,6 +167,7 @@ class Buckets:
         except Exception as error:
             self._fail(error)
             raise
+        # Only now, because an array that failed its checks or the copy is not ready.
         step.order[index] = None
         bucket = self._bucket_of[index]
         step.missing[bucket] -= 1
@@ -169,21 +175,23 @@ class Buckets:
             self._issue(step)
 
     def wait(self, timeout: float | None = None) -> list[Any]:
-        """Wait until all arrays are reduced, which ends the step.
+        """Wait until all arrays are reduced, and end the step.
 
         Args:
-            timeout: seconds for this wait; no limit but that of each reduction if None.
+            timeout: seconds of this wait; None waits until the limits of the reductions.
 
         Returns:
             As `allreduce`.
 
         Raises:
-            ValueError: some arrays are not ready. The step is over; MismatchError on the others.
-            MismatchError: another rank refused; the step is over.
-            CollectiveTimeout: the reductions go on after `timeout`, and may be waited for again;
-                or a rank did not come.
-            BaseException: whatever a signal handler raises meanwhile; as after `timeout`.
+            ValueError: some arrays are not ready. The step ends; the other ranks raise
+                `MismatchError`.
+            MismatchError: another rank refused; the step ends.
+            CollectiveTimeout: the reductions continue after `timeout`, and you may wait again; or a
+                rank is missing.
+            BaseException: any exception of a signal handler; you may wait again.
         """
+        # A model without arrays has no call of `ready`, so its step begins here.
         step = self._step or self._current_step("wait")
         if len(step.order) < len(self._names):
             late = [name for i, name in enumerate(self._names) if i not in step.order]
@@ -192,6 +200,7 @@ class Buckets:
             )
             self._fail(error)
             raise error
+        # First the reductions: the order is broadcast in the same group, after all of them.
         self._finish(step, timeout)
         if not self._learned:
             self._record_order(list(step.order))
@@ -199,32 +208,31 @@ class Buckets:
 
     @property
     def pending(self) -> bool:
-        """Whether a step has begun that is not over, and has to be waited for."""
+        """Whether a step has started but not ended, so that you must call `wait`."""
         return self._step is not None
 
     def fail(self, error: Exception) -> None:
-        """End the step by an error of this rank, as when an array cannot be written to its view.
+        """End the step with an error of this rank, for example if writing to a view failed.
 
-        All ranks reduce the same buckets in the same order: where the next one would be reduced,
-        this rank refuses the call, which is a MismatchError in the `wait` or `allreduce` of the
-        others, and all leave out the rest of the step. Waits for them; also before any array is
-        ready.
+        This rank refuses the next reduction. The other ranks raise `MismatchError` in `wait` or
+        `allreduce`, and all ranks skip the rest of the step. The call waits for the other ranks. It
+        is valid before any array is ready.
 
         Args:
-            error: what the others are told; it is not raised here.
+            error: error for the other ranks; not raised on this rank.
 
         Raises:
-            CollectiveTimeout, PeerFailure: another rank does not come.
+            CollectiveTimeout, PeerFailure: another rank is missing.
         """
         self._check_open("fail")
         self._fail(error)
 
     def restore_feedback(self) -> None:
-        """Let residuals be as they were before the last step of `ready` and `wait`.
+        """Restore the residuals from before the last step of `ready` and `wait`.
 
-        Call it on all ranks when the results of that step are not used, as when the same arrays are
-        reduced again: what it has rounded away belongs to nothing then. Harmless when repeated, and
-        without feedback.
+        Call it on all ranks if you discard the results of that step, for example to reduce the same
+        arrays again. The rounding errors of a discarded step must not be fed back. Harmless when
+        repeated and without feedback.
         """
         for name, kept in self._kept:
             assert self._residuals is not None
@@ -232,14 +240,15 @@ class Buckets:
         self._kept = []
 
     def close(self) -> None:
-        """Let go of memory, ranks and residuals; *collective*. Closing twice is harmless.
+        """Release memory, ranks and residuals; *collective*. Closing twice is harmless.
 
-        Views and results may still be read.
+        Views and results stay readable.
         """
+        # First, so that calls of other threads are refused while the reductions end.
         self._closed = True
         self._step = None
         if not self._progress.close():
-            return  # a bucket that is still under way uses all of it
+            return  # an unfinished bucket still uses memory, ranks and residuals
         if self._residuals is not None:
             for bucket in self._buckets:
                 self._residuals.forget(bucket.name)
@@ -256,7 +265,7 @@ class Buckets:
             raise CollectiveError(f"{operation}: the buckets were closed")
 
     def _check_arrays(self, values: Sequence[Any]) -> list[Any]:
-        """See arrays of any kind in the memory where their places are."""
+        """Check all arrays, and convert them to the memory of their views."""
         if len(values) != len(self._names):
             raise ValueError(f"allreduce: expected {len(self._names)} arrays, got {len(values)}")
         return [self._check_array("allreduce", i, value) for i, value in enumerate(values)]
@@ -267,14 +276,15 @@ class Buckets:
         return self._places.checked(operation, index, value, self._names[index])
 
     def _current_step(self, operation: str) -> _Step:
-        """Begin a step."""
+        """Start a step."""
         self._check_open(operation)
         split.check_threads(self._group, operation)
         self._step, self._kept = _Step(self._buckets), []
         return self._step
 
     def _issue(self, step: _Step) -> None:
-        """Start the reductions of complete buckets whose turn it is."""
+        """Start the reductions of complete buckets in order."""
+        # Even if a later bucket is complete first, because all ranks must use the same order.
         while len(step.requests) < len(self._buckets) and not step.missing[len(step.requests)]:
             self._submit(step, partial(self._reduce, self._buckets[len(step.requests)]))
 
@@ -284,7 +294,7 @@ class Buckets:
         bucket.reduce()
 
     def _submit(self, step: _Step, reduce: Callable[[], None]) -> None:
-        """Let the thread reduce a bucket, unless one before it failed."""
+        """Queue the reduction of a bucket, skipped after a failure of an earlier one."""
 
         def run(_: Any) -> None:
             if step.failed:
@@ -298,45 +308,55 @@ class Buckets:
         step.requests.append(self._progress.submit("buckets", run))
 
     def _fail(self, error: Exception, first: int = 0) -> None:
-        """As `fail`, where `first` is the bucket whose turn it is; in a step that is known."""
+        """End the step as `fail` does; `first` is the next bucket if no step has started."""
         step, self._step = self._step, None
         if step is not None:
             first = len(step.requests)
-        learning = step is not None and not self._learned  # in which the others will meet
+        # While learning, the other ranks also broadcast the order, which this rank must refuse.
+        learning = step is not None and not self._learned
+        # Buckets without elements do not synchronize, so no rank would receive a refusal there.
         if learning or any(bucket.has_elements for bucket in self._buckets[first:]):
             refused = _refusal(error)
             if step is not None:
+                # In the thread, behind the reductions that were started: calls keep their order.
                 self._submit(step, lambda: self._refuse(refused))
             else:
                 try:
                     self._refuse(refused)
                 except (TypeError, ValueError) as raised:
-                    if raised is not refused:  # but of a signal handler
+                    if raised is not refused:  # a signal handler raised it
                         raise
         if step is not None:
             for request in step.requests:
+                # Without raising: `error` is the reason, and later errors follow from it.
                 request.complete()
 
     def _refuse(self, error: Exception) -> None:
-        """Make the next call one that this rank refuses, and raise the error."""
+        """Refuse the next call of the group with `error`, and raise it."""
+        # Leaving the block with an error before the comparison refuses the call.
         with begin_call(self._group, "buckets", self._options.timeout):
             raise error
 
     def _finish(self, step: _Step, timeout: float | None) -> None:
-        """Wait for the reductions of a step, which is over then, however they end."""
+        """Wait for the reductions of a step; the step then ends, with or without errors."""
         give_up = None if timeout is None else time.monotonic() + timeout
+        # All requests share the time of this wait.
         for request in step.requests:
             left = None if give_up is None else max(0.0, give_up - time.monotonic())
             if not request.complete(left):
+                # The step stays open, so that the caller may wait again.
                 raise CollectiveTimeout(
-                    f"wait: {self._options.name} are not reduced within {timeout:g} s; this goes on"
+                    f"wait: {self._options.name} are not reduced within {timeout:g} s; the "
+                    "reduction continues"
                 )
+        # Even if a reduction failed: the next `ready` starts a new step.
         self._step = None
         for request in step.requests:
             request.wait()  # all are complete: raises the first error
 
     def _record_order(self, order: Sequence[int]) -> None:
-        """Let the buckets follow the order in which rank 0's arrays became ready."""
+        """Rearrange the buckets by the order in which rank 0's arrays became ready."""
+        # The order may differ between ranks, so rank 0 decides.
         own = np.array(order, np.int64)
         first: list[int] = broadcast(self._group, own, timeout=self._options.timeout).tolist()
         self._apply_order(self._places.buckets(first))
@@ -348,6 +368,7 @@ class Buckets:
 
 
 def _refusal(error: Exception) -> Exception:
-    """Return an error by which this rank may refuse a call, to be told to the others."""
+    """Return an equivalent TypeError or ValueError, with which this rank may refuse a call."""
+    # Of a class that `_fail` distinguishes from errors of the reduction itself.
     kind = TypeError if isinstance(error, TypeError) else ValueError
     return kind(str(error) if type(error) is kind else f"{type(error).__name__}: {error}")

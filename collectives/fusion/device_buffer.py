@@ -1,7 +1,7 @@
 """Fusion buffer on a CUDA device, and reductions of its parts.
 
-Each bucket is packed by one kernel, travels once (as any array on a device: as messages of device
-memory, in slices through pinned memory, or by NCCL), and its arrays come back as views of it:
+One kernel packs each bucket. The bucket is then reduced as any device array: by messages of device
+memory, in slices through pinned memory, or by NCCL. The results are views of the bucket:
 
     gradients on the device   |g0|   |g1|      |g2|
     one kernel                  `-----`---------'
@@ -33,24 +33,26 @@ log = logging.getLogger(__name__)
 
 
 def if_all_on_device(group: Group, like: Sequence[Any], timeout: float | None) -> list[DeviceArray]:
-    """See arrays where they are, if all of a rank are on one device, on all ranks; else none.
+    """Return the device memory of arrays if all arrays of each rank are on one device; else [].
 
     *Collective*.
     """
     try:
         found = _residents(like)
-    except (AttributeError, LookupError, RuntimeError, TypeError, ValueError) as error:
+    except adapters.FOREIGN_ERRORS as error:
         log.info("buckets are on the host, since an array cannot be seen on its device: %s", error)
         found = []
     mine = np.array([bool(found)])
+    # All ranks or none: the reductions of host and device buckets do not fit together.
     return found if allreduce(group, mine, op=MIN, timeout=timeout)[0] else []
 
 
 def _residents(like: Sequence[Any]) -> list[DeviceArray]:
-    """See arrays where they are, if that is one device; else none."""
+    """Return the device memory of arrays if all are on one device; else []."""
     found: list[DeviceArray] = []
     for x in like:
         one = adapters.device_array(x, 0)
+        # One stream orders the work on one device only.
         if one is None or (found and _device_id(one[1]) != _device_id(found[0])):
             return []
         found.append(one[1])
@@ -62,10 +64,10 @@ def _device_id(array: DeviceArray) -> int:
 
 
 class DeviceBucketBuffer:
-    """Memory on one device, laid out as `HostBucketBuffer` on the host; a `BucketBuffer`.
+    """Device memory of a `BucketBuffer`, laid out as in `HostBucketBuffer`.
 
     Attributes:
-        shown: the places, as arrays of the kinds that were asked for.
+        shown: views of the arrays, of the planned kinds.
     """
 
     def __init__(
@@ -85,20 +87,21 @@ class DeviceBucketBuffer:
         with self._context:
             self._memory = self._cupy.empty(self._layout.total, np.dtype(np.uint8))
         device.put()
-        device.synchronize()  # the pool may give memory that earlier work still uses
+        # One pool serves all streams of the process, and these views may be written on any of them.
+        device.synchronize()  # the pool may return memory that earlier work still uses
         self.shown = [
             each.show(self._part(start, start + kind.nbytes, kind.dtype), kind.shape)
             for each, start, kind in zip(like, self._layout.starts, kinds, strict=True)
         ]
         self._stretches: dict[tuple[int, ...], list[_Segment]] = {}
-        self._written: dict[int, Callable[[], None]] = {}  # waits for who has written there
+        self._written: dict[int, Callable[[], None]] = {}  # by array: waits for the caller's writes
 
     def results(self) -> list[Any]:
-        """Return what callers get of the places: themselves."""
+        """Return the results for the caller: the views."""
         return list(self.shown)
 
     def buckets(self, order: Sequence[int]) -> list[Bucket]:
-        """Group the arrays as they become ready; *collective*."""
+        """Group the arrays by their order of readiness; *collective*."""
         made = []
         self._stretches = {}
         for number, members in enumerate(self._layout.groups(order)):
@@ -110,7 +113,7 @@ class DeviceBucketBuffer:
         return made
 
     def checked(self, operation: str, index: int, value: Any, name: str) -> DeviceBuffer:
-        """See an array of any kind on the device; errors as `check_fits`."""
+        """Check an array and convert it to device memory; errors as `check_fits`."""
         kind = self.kinds[index]
         found = adapters.device_array(value, 0)
         if found is not None and found[1].buffer.device.context.id == self._context.id:
@@ -122,31 +125,36 @@ class DeviceBucketBuffer:
         device = Device(self._cupy, self._context)
         with self._context:
             view = self._cupy.asarray(flat)
-        device.synchronize()  # the copy may read memory that the caller changes next
+        device.synchronize()  # the caller may change the array after the return
         return DeviceBuffer(device, view, kind.dtype)
 
     def pack(self, bucket: Bucket, arrays: Sequence[DeviceBuffer | None], scale: float) -> None:
-        """Pack the arrays of a bucket, of all arrays, into their places; None for zeros."""
+        """Pack the arrays of one bucket, out of all arrays, into its memory; None writes zeros."""
+        # All copies first: a fill may overwrite an array that is a view of this memory.
         given = {i: self._apart(i, arrays[i]) for i in bucket.members}
         for stretch in self._stretches[bucket.members]:
             stretch.fill({i: given[i] for i in stretch.members}, scale)
-        Device(self._cupy, self._context).synchronize()  # before the caller's memory is used again
+        Device(self._cupy, self._context).synchronize()  # the caller may reuse its memory now
 
     def write(self, index: int, array: DeviceBuffer | None) -> None:
-        """Write one array to its place; None if it stands there."""
+        """Copy one array to its memory; None if the caller has written to the view."""
+        # The thread of the reduction waits later, so that the caller need not.
         if array is None:
             self._written[index] = streams.capture_streams([self.shown[index]])
             return
         start, size = self._layout.starts[index], self._layout.sizes[index]
         place = self._part(start, start + size, array.dtype)
+        # Complete at the return, because the caller may then change its array.
         place.copy_from(array)
         place.synchronize()
 
     def _reduce(self, members: tuple[int, ...], stretches: Sequence[_Segment], name: str) -> None:
         for i in members:
+            # The caller's stream may still write the view.
             if (wait := self._written.pop(i, None)) is not None:
                 wait()
         options = self.options
+        # The op of one rank is the identity, also MEAN.
         if self._group.size == 1:
             return
         for number, stretch in enumerate(stretches):
@@ -154,11 +162,12 @@ class DeviceBucketBuffer:
                 self._group, stretch.array, out=stretch.array, op=options.op,
                 compression=options.compression, algorithm=options.algorithm,
                 timeout=options.timeout,
+                # Each span is reduced by a call of its own, so it has a residual of its own.
                 name=f"{name}, {number}" if number else name,
             )  # fmt: skip
 
     def _part(self, start: int, stop: int, dtype: np.dtype[Any]) -> DeviceBuffer:
-        """Show some bytes of the memory, for work on the stream that is current now."""
+        """Return a part of the memory, for work on the current stream."""
         device = Device(self._cupy, self._context)
         with self._context:
             view = self._memory[start:stop].view(stored_as(dtype))
@@ -167,6 +176,7 @@ class DeviceBucketBuffer:
     def _stretch(self, members: Sequence[int], start: int, stop: int) -> _Segment:
         starts, sizes = self._layout.starts, self._layout.sizes
         inside = [i for i in members if sizes[i] and start <= starts[i] < stop]
+        # In memory order, which the table of the kernel requires.
         inside.sort(key=lambda i: starts[i])
         dtype = self.kinds[members[0]].dtype
         firsts = [(starts[i] - start) // dtype.itemsize for i in inside]
@@ -176,24 +186,26 @@ class DeviceBucketBuffer:
         )
 
     def _apart(self, index: int, array: DeviceBuffer | None) -> DeviceBuffer | None:
-        """Return an array that does not lie in the place of another one; else a copy of it."""
+        """Return the array, or a copy if it overlaps the memory of another array."""
         if array is None or not array.size:
             return array
         first = int(self._memory.data.ptr)
         elsewhere = not first <= array.address < first + self._memory.size
+        # A view at its own place: each element is copied onto itself.
         if elsewhere or array.address == first + self._layout.starts[index]:
             return array
+        # The kernel writes elements in any order, so it must not read memory of the same bucket.
         copy = array.empty(array.size)
         copy.copy_from(array)
         return copy
 
 
 class _Segment:
-    """Neighbours of one bucket.
+    """Adjacent arrays of one bucket.
 
     Attributes:
-        members: indices of the arrays, in the order of their places.
-        array: all of them as one array, of the kind of the first.
+        members: indices of the arrays, in memory order.
+        array: all members as one array, of the kind of the first.
     """
 
     def __init__(
@@ -204,13 +216,15 @@ class _Segment:
         show: Callable[[DeviceBuffer, tuple[int, ...]], Any],
     ) -> None:
         self.members = members
+        # Of the kind of the first array, so that `allreduce` finds the memory on the device.
         self.array = show(memory(), (memory().size,))
         self._firsts = firsts
         self._memory = memory
         self._pack = PackKernel()
 
     def fill(self, given: dict[int, DeviceBuffer | None], scale: float) -> None:
-        """Pack the arrays of its members into their places, by one kernel."""
+        """Pack the members' arrays with one kernel."""
+        # A new one in each step, because a `DeviceBuffer` holds the stream that is current.
         memory = self._memory()
         places = [memory.address + n * memory.itemsize for n in self._firsts]
         arrays = [given[i] for i in self.members]
@@ -218,10 +232,11 @@ class _Segment:
             array is not None and array.address == place
             for array, place in zip(arrays, places, strict=True)
         ):
-            return  # they were computed where they are reduced
+            return  # the views already contain all values
         self._pack(
             memory,
             [
+                # An address of 0 fills the place with zeros.
                 (0, first, 1) if array is None else (array.address, first, array.size)
                 for array, first in zip(arrays, self._firsts, strict=True)
             ],

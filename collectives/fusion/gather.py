@@ -1,10 +1,10 @@
 """`grouped_allgather`, `grouped_reduce_scatter` and `grouped_broadcast`.
 
-Arrays of any dtypes and shapes are packed side by side, so that all of them take one way:
+Arrays of any dtypes and shapes are packed side by side and move together:
 
-    grouped_broadcast         the root's arrays are one stream of bytes
-    grouped_allgather         so are each rank's; all tell how many rows they bring before
-    grouped_reduce_scatter    by dtype; first what rank 0 gets of each array, then rank 1, and so on
+    grouped_broadcast         the root's arrays form one stream of bytes
+    grouped_allgather         each rank's arrays form one stream; first, ranks exchange row counts
+    grouped_reduce_scatter    one array per dtype: rank 0's part of each array, then rank 1's, ...
 
     arrays    | a | b |    rank 0's stream    | a0 | b0 |    to be reduced    | a0 b0 | a1 b1 |
 """
@@ -77,25 +77,26 @@ def grouped_broadcast(
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> list[Any]:
-    """Give every rank the root's arrays, as if `broadcast` were called for each.
+    """Copy the root's arrays to all ranks, as if you called `broadcast` for each array.
 
     Args:
         xs: arrays of any kinds, shapes and dtypes; on the other ranks any arrays of the same shapes
             and dtypes.
-        root: whose arrays.
-        out: where to put the results, an array for each of `xs`, perhaps that one itself.
+        root: rank whose arrays are copied.
+        out: arrays for the results, one for each of `xs`; may be the arrays of `xs`. None returns
+            new arrays.
         algorithm: as for `broadcast`; not "nccl".
-        timeout: seconds.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
-        The arrays of `out`; or one new array for each of `xs`, of its kind, shape and dtype, those
-        of NumPy and PyTorch as views of one piece of memory.
+        The arrays of `out`; or a new array for each of `xs`, of its kind, shape and dtype. New
+        NumPy arrays and PyTorch tensors are views of one memory block.
 
     Raises:
-        ValueError: no such root, there is not an `out` for each array, or one does not fit.
+        ValueError: the root is not a rank, or the arrays of `out` do not fit in number or kind.
         MismatchError: ranks differ in number, shapes or dtypes; on all ranks.
 
-    Cost: that of one broadcast of all bytes, and a copy of them.
+    Cost: one broadcast of all bytes, and one copy.
     """
     with begin_call(group, "grouped_broadcast", timeout) as call:
         loans = [
@@ -110,10 +111,12 @@ def grouped_broadcast(
         starts, nbytes = _places([loan.host for loan in loans])
         stream = np.empty(nbytes, np.uint8)
         parts = [_part(stream, at, loan.host) for at, loan in zip(starts, loans, strict=True)]
+        # Only the root's elements count; the stream of another rank is overwritten.
         for part, loan in zip(parts, loans, strict=True):
             if own:
                 part[...] = loan.host
         plans.broadcast(call, stream, root, algorithm).first(call, stream, stream)
+    # After the call, because copies to the caller need no other rank.
     made = [
         host_arrays.in_order_of(loan.host, part) for part, loan in zip(parts, loans, strict=True)
     ]
@@ -144,43 +147,49 @@ def grouped_allgather(
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> list[Any]:
-    """Join the arrays of all ranks on every rank, as if `allgather` were called for each.
+    """Join the arrays of all ranks on every rank, as if you called `allgather` for each array.
 
     Args:
-        xs: arrays of any kinds and dtypes, shape (n, ...) each; n may differ between ranks and
-            arrays, the rest may not between ranks; a scalar counts as shape (1,).
-        out: where to put the results, an array of its shape for each of `xs`.
+        xs: arrays of any kinds and dtypes, shape (n, ...) each. n may differ between ranks and
+            arrays; the other dimensions must be equal on all ranks. A scalar counts as shape (1,).
+        out: arrays for the results, with their shapes, one for each of `xs`. None returns new
+            arrays.
         algorithm: as for `allgather`.
-        timeout: seconds.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
-        The arrays of `out`; or new arrays of shape (sum of n, ...), of the kinds of `xs`, in the
-        order of the ranks.
+        The arrays of `out`; or new arrays of shape (sum of n, ...), of the kinds of `xs`, in rank
+        order.
 
     Raises:
-        ValueError: there is not an `out` for each array, or one does not fit; the other ranks get a
+        ValueError: the arrays of `out` do not fit in number or shape; the other ranks raise
             `MismatchError`.
         MismatchError: ranks differ in number, dtypes or shapes of rows; on all ranks.
 
-    Cost: two meetings; or two exchanges of messages, that of one all-gather of all bytes and one of
-        16 bytes for each array.
+    Cost: in shared memory two synchronizations; by messages one all-gather of all bytes and one of
+        16 bytes per array.
     """
     with begin_call(group, "grouped_allgather", timeout) as call:
         arrays, tos = [], []
         for x, to in pairs(call.operation, xs, out):
             loan = host_arrays.host_view(x, operation=call.operation)
+            # In C order, because a stream holds the raw bytes of rows.
             array = np.ascontiguousarray(np.atleast_1d(loan.host))
             row, dtype = array.shape[1:], array.dtype
+            # With row counts unknown, `out` is checked now for all but its number of rows.
             tos.append(host_arrays.check_out_rows(to, row, dtype, loan, operation=call.operation))
             arrays.append(array)
         kinds = [(str(array.dtype), array.shape[1:]) for array in arrays]
         shapes = bucket_layout.summary(kinds)
         call.describe(count=len(arrays), arrays=shapes, algorithm=algorithm)
+        # The rows of `out` travel with the counts, so that all ranks find an `out` that does not
+        # fit.
         told = call.exchange_integers(*(len(array) for array in arrays), *(to.number for to in tos))
         told = told.reshape(group.size, 2, len(arrays))
-        rows = told[:, 0].T.tolist()  # of each array, how many each rank brings
+        rows = told[:, 0].T.tolist()  # for each array, the number of rows of each rank
         for array, given, numbers in zip(arrays, told[:, 1].T.tolist(), rows, strict=True):
             expected = [sum(numbers)] * group.size
+            # `output_mismatch` gives the same decision on all ranks.
             if error := row_counts.output_mismatch(
                 group, call.operation, array.shape[1:], given, expected
             ):
@@ -196,9 +205,10 @@ def _fused_gather(
     tos: Sequence[RowsOut],
     algorithm: str,
 ) -> list[Array]:
-    """Move what each rank has packed, once all know how many rows of each array it brings."""
+    """Move all packed arrays, after the exchange of row counts."""
     size, rank = call.group.size, call.group.rank
     widths = [array.itemsize * math.prod(array.shape[1:]) for array in arrays]
+    # Each rank computes the layout of every stream from the row counts; no offsets are sent.
     streams = [
         bucket_layout.offsets(
             [numbers[source] * width for numbers, width in zip(rows, widths, strict=True)],
@@ -208,9 +218,11 @@ def _fused_gather(
     ]
     bounds = [0, *itertools.accumulate(nbytes for _, nbytes in streams)]
     engine = call.engine_for(algorithm)
+    # In the engine ranks copy parts directly; by messages all streams need a buffer.
     everything = np.empty(bounds[-1] if engine is None else 0, np.uint8)
     own = np.empty(streams[rank][1], np.uint8)
     if engine is None:
+        # The own part is gathered in place.
         own = everything[bounds[rank] : bounds[rank + 1]]
     for at, array in zip(streams[rank][0], arrays, strict=True):
         own[at : at + array.nbytes] = host_arrays.raw_bytes(array)
@@ -220,6 +232,7 @@ def _fused_gather(
         result, flat = host_arrays.output(to.target, shape, array.dtype, None)
         results.append(result)
         flats.append(flat)
+        # A result is in rank order, a stream in the order of the arrays.
         ends = itertools.accumulate(n * widths[i] for n in numbers)
         raw = host_arrays.raw_bytes(flat)
         for source, end in enumerate(ends):
@@ -232,6 +245,7 @@ def _fused_gather(
             first = bounds[source] + at
             part[...] = everything[first : first + part.size]
     else:
+        # The longest stream gives the number of rounds, which must be equal on all ranks.
         longest = max(nbytes for _, nbytes in streams)
         call.checked(engine.publish(own, wanted, call.digest, call.deadline, longest))
     return [host_arrays.copy_to(flat, result) for flat, result in zip(flats, results, strict=True)]
@@ -268,25 +282,27 @@ def grouped_reduce_scatter(
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> list[Any]:
-    """Reduce many arrays, and give each rank its rows of each, as if by `reduce_scatter` for each.
+    """Reduce many arrays, and return this rank's rows of each, as if by `reduce_scatter` for each.
 
     Args:
         xs: arrays of any kinds and dtypes, shape (n, ...) each; the same shapes and dtypes on all
-            ranks. The first `n % size` ranks get one row more.
-        op: how to combine, defined for all of the dtypes.
-        out: where to put the own rows, an array of their shape for each of `xs`.
+            ranks. The first `n % size` ranks receive one row more.
+        op: reduction operation, defined for all dtypes.
+        out: arrays for this rank's rows, with their shapes, one for each of `xs`. None returns new
+            arrays.
         prescale: as for `allreduce`.
-        postscale: likewise.
+        postscale: as for `allreduce`.
         algorithm: as for `reduce_scatter`.
-        timeout: seconds.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
-        The arrays of `out`; or one new array for each of `xs`, of its kind and dtype, with the own
-        rows; those of NumPy and PyTorch of one dtype are views of one piece of memory.
+        The arrays of `out`; or a new array for each of `xs`, of its kind and dtype, with this
+        rank's rows. New NumPy arrays and PyTorch tensors of one dtype are views of one memory
+        block.
 
     Raises:
         TypeError: the op is not defined for a dtype.
-        ValueError: an array is a scalar; there is not an `out` for each, or one does not fit.
+        ValueError: an array is a scalar, or the arrays of `out` do not fit in number or shape.
         MismatchError: ranks differ in number, shapes, dtypes or options; on all ranks.
 
     Cost: one reduce-scatter for each dtype, and a copy of all arrays.
@@ -297,6 +313,7 @@ def grouped_reduce_scatter(
         for x, to in pairs(call.operation, xs, out):
             loan = host_arrays.host_view(x, operation=call.operation)
             array = loan.host
+            # Even shares, as documented: `counts` would have to hold for all arrays.
             rows = row_counts.split_counts(call, array, None)
             kinds.append((array.dtype.name, array.shape))
             target, give_back = None, loan.restore
@@ -307,7 +324,9 @@ def grouped_reduce_scatter(
                 )
             loan = HostArgument(array, target, give_back)
             way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
+            # A scale or lowered op needs its own memory, and `restore` then writes to `out`.
             if way is not None:
+                # Equal for all arrays: `lower` decides by op and scales, not by the array.
                 loan, by = way.lend(loan)._replace(target=None), way.op
             loans.append(loan)
             shares.append(rows)
@@ -324,7 +343,9 @@ def grouped_reduce_scatter(
             parts = _fused_reduce_scatter(call, own, rows_of, ReduceSpec(by, algorithm))
             for i, part in zip(members, parts, strict=True):
                 results[i] = part
+        # Without arrays no reduction compares the call.
         if not hosts:
+            # Then the ranks may still differ in the options.
             call.agree()
     return [result_view(part, loan, out) for part, loan in zip(results, loans, strict=True)]
 
@@ -334,6 +355,7 @@ def _fused_reduce_scatter(
 ) -> list[Array]:
     """Reduce arrays of one dtype, and return this rank's rows of each."""
     rank = call.group.rank
+    # Rank 0's rows of all arrays first, then rank 1's: one chunk per rank.
     pieces, bounds = [], [0]
     for owner in range(call.group.size):
         for array, rows in zip(arrays, shares, strict=True):
@@ -341,6 +363,7 @@ def _fused_reduce_scatter(
             pieces.append(array[first : first + rows[owner]])
         own = pieces[-len(arrays) :]
         bounds.append(bounds[-1] + sum(piece.size for piece in own))
+    # Flat and in C order, also for arrays with other strides.
     send = np.concatenate(pieces, axis=None)
     taken = np.empty(bounds[rank + 1] - bounds[rank], send.dtype)
     plan = plans.reduce_scatter(call, send, bounds, how)
@@ -358,5 +381,5 @@ def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
 
 
 def _part(stream: Array, at: int, like: Array) -> Array:
-    """View a part of a stream as an array like another one."""
+    """Return a part of a stream as an array with the dtype and shape of `like`."""
     return stream[at : at + like.nbytes].view(like.dtype).reshape(like.shape)

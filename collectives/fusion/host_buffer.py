@@ -29,8 +29,8 @@ class Bucket(NamedTuple):
 
     Attributes:
         members: indices of the arrays.
-        has_elements: whether the ranks meet for it.
-        name: of its residuals.
+        has_elements: whether the bucket is nonempty, so that its reduction synchronizes the ranks.
+        name: name of its residuals.
         reduce: reduces the arrays in place; *collective*.
     """
 
@@ -42,16 +42,16 @@ class Bucket(NamedTuple):
 
 @dataclass(frozen=True)
 class BucketOptions:
-    """How buckets are made and reduced.
+    """Options of buckets.
 
     Args:
-        op: how to combine.
-        compression: how buckets travel.
+        op: reduction operation.
+        compression: compression of messages.
         limits: bytes of the first bucket, and of the later ones.
-        timeout: seconds, of each reduction.
-        name: for residuals.
-        in_memory: the ranks meet in shared memory.
-        algorithm: by which they are reduced.
+        timeout: seconds for each reduction; None uses the setting.
+        name: prefix of the residuals' names.
+        in_memory: whether the ranks reduce in shared memory.
+        algorithm: algorithm of the reductions.
     """
 
     op: Op
@@ -64,12 +64,12 @@ class BucketOptions:
 
 
 class BucketBuffer(Protocol):
-    """Memory of several arrays, where they are reduced: on the host, or on a device.
+    """Memory in which several arrays are reduced, on the host or on a device.
 
     Attributes:
-        kinds: of the arrays.
-        options: of all reductions.
-        shown: the places, as arrays that users write to.
+        kinds: specs of the arrays.
+        options: options of all reductions.
+        shown: views of the arrays for the caller.
     """
 
     kinds: Sequence[ArraySpec]
@@ -77,32 +77,32 @@ class BucketBuffer(Protocol):
     shown: list[Any]
 
     def results(self) -> list[Any]:
-        """Return what callers get of the places."""
+        """Return the results for the caller."""
 
     def checked(self, operation: str, index: int, value: Any, name: str) -> Any:
-        """See an array of any kind as `pack` and `write` want it; errors as `check_fits`."""
+        """Check an array and convert it for `pack` and `write`; errors as `check_fits`."""
 
     def pack(self, bucket: Bucket, arrays: Sequence[Any], scale: float) -> None:
-        """Write the arrays of a bucket, of all arrays, to their places; None for zeros."""
+        """Copy the arrays of one bucket, out of all arrays, to their memory; None writes zeros."""
 
     def write(self, index: int, array: Any) -> None:
-        """Write one array to its place; None if it stands there."""
+        """Copy one array to its memory; None if the caller has written to the view."""
 
     def buckets(self, order: Sequence[int]) -> list[Bucket]:
-        """Group the arrays as they become ready; *collective*.
+        """Group the arrays by their order of readiness; *collective*.
 
-        Neighbours in a bucket that do not lie side by side are reduced one after the other.
+        Members of a bucket that are not adjacent in memory are reduced one after the other.
 
         Args:
-            order: the indices of all arrays; equal on all ranks.
+            order: indices of all arrays; equal on all ranks.
         """
 
 
 class HostBucketBuffer:
-    """Memory on the host, laid out once, from the last array to the first; a `BucketBuffer`.
+    """Host memory of a `BucketBuffer`, laid out once, from the last array to the first.
 
     Attributes:
-        shown: the places, as arrays that users write to.
+        shown: views of the arrays for the caller.
     """
 
     def __init__(self, group: Group, kinds: Sequence[ArraySpec], options: BucketOptions) -> None:
@@ -110,6 +110,8 @@ class HostBucketBuffer:
         self.options = options
         self._group = group
         self._layout = layout_of(kinds, options)
+        # One allocation for all arrays, so that a bucket is a span; ordinary memory without an
+        # engine.
         self._memory = shared_empty(group, self._layout.total, np.uint8, timeout=options.timeout)
         self._views = [
             specs.as_array(self._memory[start : start + kind.nbytes], kind)
@@ -118,42 +120,46 @@ class HostBucketBuffer:
         self.shown = [view.shown for view in self._views]
 
     def results(self) -> list[Any]:
-        """Return what callers get of the places."""
+        """Return the results for the caller."""
         return [view.result() for view in self._views]
 
     def checked(self, operation: str, index: int, value: Any, name: str) -> Array:
-        """See an array of any kind as host memory; errors as `check_fits`."""
+        """Check an array and convert it to host memory; errors as `check_fits`."""
         array: Array = value
+        # `host_view` takes some us, and steps pass hundreds of native arrays.
         if type(value) is not np.ndarray:
             array = host_arrays.host_view(value, operation=operation).host
         check_fits(self.kinds[index], array, operation, name)
         return array
 
     def pack(self, bucket: Bucket, arrays: Sequence[Array | None], scale: float) -> None:
-        """Write the arrays of a bucket, of all arrays, to their places; None for zeros."""
+        """Copy the arrays of one bucket, out of all arrays, to their memory; None writes zeros."""
         for i in bucket.members:
             _fill(self._views[i].memory, arrays[i], scale)
 
     def write(self, index: int, array: Array | None) -> None:
-        """Write one array to its place; None if it stands there."""
+        """Copy one array to its memory; None if the caller has written to the view."""
         if array is not None:
             self._views[index].memory[...] = array
 
     def buckets(self, order: Sequence[int]) -> list[Bucket]:
-        """Group the arrays as they become ready; *collective*."""
+        """Group the arrays by their order of readiness; *collective*."""
+        # In shared memory each span has a plan of its own; messages are few and long.
         make = self._plan_in_memory if self.options.in_memory else self._by_messages
         buckets = []
         for number, members in enumerate(self._layout.groups(order)):
             name = f"{self.options.name}, {number}"
             dtype = self.kinds[members[0]].dtype
             spans = self._layout.spans(members)
+            # A span holds arrays of one dtype, because buckets do.
             parts = [self._memory[start:stop].view(dtype) for start, stop in spans]
             buckets.append(Bucket(members, bool(parts), name, make(parts, name)))
         return buckets
 
     def _plan_in_memory(self, parts: Sequence[Array], _: str) -> Callable[[], None]:
-        """Make a function that reduces stretches of shared memory in place."""
+        """Return a function that reduces spans of shared memory in place."""
         op, algorithm, timeout = self.options.op, self.options.algorithm, self.options.timeout
+        # All ranks plan the same spans in the same order, because planning is a call.
         plans = [
             plan_allreduce(self._group, part, op=op, algorithm=algorithm, timeout=timeout)
             for part in parts
@@ -166,7 +172,7 @@ class HostBucketBuffer:
         return reduce
 
     def _by_messages(self, parts: Sequence[Array], name: str) -> Callable[[], None]:
-        """Make a function that reduces stretches of memory in place, by one call for all."""
+        """Return a function that reduces spans of memory in place with one call."""
         cuts = list(itertools.accumulate(part.size for part in parts))[:-1]
         how = CompressionOptions(
             op=self.options.op,
@@ -179,6 +185,7 @@ class HostBucketBuffer:
         def reduce() -> None:
             if not parts:
                 return
+            # Few long messages are fastest, so the copies pay off.
             whole = np.concatenate(parts) if cuts else parts[0]
             allreduce(self._group, whole, out=whole, **how)
             if cuts:
@@ -189,17 +196,17 @@ class HostBucketBuffer:
 
 
 def layout_of(kinds: Sequence[ArraySpec], options: BucketOptions) -> BucketLayout:
-    """Lay out arrays of these kinds, on the host or on a device."""
+    """Return the memory layout of arrays of these kinds, on the host or on a device."""
     sizes, dtypes = [kind.nbytes for kind in kinds], [kind.dtype for kind in kinds]
     return BucketLayout(sizes, dtypes, options.limits)
 
 
 def check_fits(kind: ArraySpec, array: Any, operation: str, name: str) -> None:
-    """Refuse an array that does not fit its place.
+    """Check that an array fits its view.
 
     Raises:
-        TypeError: its dtype is another one.
-        ValueError: its shape is.
+        TypeError: the dtype differs.
+        ValueError: the shape differs.
     """
     if array.dtype != kind.dtype or array.shape != kind.shape:
         error = TypeError if array.dtype != kind.dtype else ValueError
@@ -213,8 +220,10 @@ def _fill(memory: Array, array: Array | None, scale: float) -> None:
     if array is None:
         memory[...] = 0
     elif scale == 1:
-        if address(array) != address(memory):  # written there before
+        if address(array) != address(memory):  # else the caller has written to the view
             memory[...] = array
     else:
+        # A scale may overflow, which a loss scaler expects.
         with reduction.ignore_float_errors():
+            # "same_kind" allows float64 products in float32 memory, and refuses floats in integers.
             np.multiply(array, scale, out=memory, casting="same_kind")

@@ -1,7 +1,7 @@
 """Cached layouts of grouped calls, by the shapes and dtypes of their arrays.
 
-A *portion* is what is reduced by one call: an array that is long enough to be reduced from where it
-is to where its result goes; or pieces of arrays of one dtype, packed side by side.
+One call reduces a *portion*: either a long array, directly from its memory to its result, or
+pieces of arrays of one dtype, packed side by side.
 """
 
 from __future__ import annotations
@@ -22,11 +22,13 @@ from collectives.arrays.reduction import Op
 from collectives.calls.call import Call
 from collectives.calls.group import Group
 from collectives.calls.shared_arrays import shared_empty
+from collectives.core.references import is_referenced_elsewhere
 from collectives.fusion import bucket_layout
 from collectives.fusion.bucket_layout import FusedChunk
 from collectives.kernels import buffer_address
 from collectives.kernels.compression import Compression
-from collectives.node.engine import Engine, KernelCall
+from collectives.node.engine import Engine
+from collectives.plans.prepared_calls import NodeCall
 
 __all__ = [
     "FusionKey",
@@ -35,49 +37,47 @@ __all__ = [
     "pack",
     "part",
     "put",
-    "reduce_whole",
     "unpack",
 ]
 
-# Bytes of a portion in shared memory; the second where ranks outnumber the cores, so that a meeting
-# costs a change of process. `benchmarks/gradients.py --model resnet50`, 2 ranks on 2 cores, ms,
-# smallest of 11: 128 KiB 19.2, 512 KiB 15.8, 2 MiB 17.4, 4 MiB 17.9 (where other programs run, too,
-# medians 112, 49, 40, 35); 4 ranks on 2 cores: 1 MiB 130, 2 MiB 108, 8 MiB 64, 64 MiB 65.
+# Bytes of a portion in shared memory; the second number applies if ranks outnumber the cores, where
+# each synchronization costs a context switch. `benchmarks/gradients.py --model resnet50`, 2 ranks
+# on 2 cores, ms, minimum of 11: 128 KiB 19.2, 512 KiB 15.8, 2 MiB 17.4, 4 MiB 17.9 (on a busy
+# machine, medians 112, 49, 40, 35); 4 ranks on 2 cores: 1 MiB 130, 2 MiB 108, 8 MiB 64, 64 MiB 65.
 PORTION_BYTES, PORTION_BYTES_CROWDED = 2 << 20, 8 << 20
 
-# Bytes of an array from which on it is a portion by itself. The gradients of ResNet-50, 97.5 MiB,
-# without that / with it from 128 KiB, 256 KiB, 512 KiB and 1 MiB on, ms: 2 ranks on 2 cores, new
-# results 13.9 / 12.7 12.9 12.7 13.0, in place 13.2 / 11.8 12.0 11.9 11.6; 4 ranks on 2 cores, new
-# results 52 / 32 33 33 35; 8 ranks 102 / 73 at 128 KiB, 70 at 512 KiB, 66 at 1 MiB.
+# Smallest array, in bytes, that forms its own portion. The gradients of ResNet-50, 97.5 MiB,
+# without own portions / with them from 128 KiB, 256 KiB, 512 KiB and 1 MiB on, ms: 2 ranks on 2
+# cores, new results 13.9 / 12.7 12.9 12.7 13.0, in place 13.2 / 11.8 12.0 11.9 11.6; 4 ranks on 2
+# cores, new results 52 / 32 33 33 35; 8 ranks 102 / 73 at 128 KiB, 70 at 512 KiB, 66 at 1 MiB.
 WHOLE_BYTES = 1 << 18
 
-# Bytes of new results from which on they are stored past the caches, of which they would take more
-# than there are. New arrays lie in new pages, so that no earlier call says which way is faster, as
-# `collectives.node.result_stores` would ask.
+# Bytes of new results above which stores bypass the caches, which the results would overflow. New
+# arrays have new pages, so `collectives.node.result_stores` has no earlier call to learn from.
 STREAMED_BYTES = 1 << 24
 
-# How many lists of shapes and dtypes are remembered.
+# Most lists of shapes and dtypes in the cache.
 _MOST = 16
 
 
 Kind = tuple[tuple[int, ...], "np.dtype[Any]"]
 Key = tuple[object, ...]
 
-# The shared memory of a portion, None for a whole array, and what reduces it.
-_InMemory = tuple[Array | None, KernelCall]
+# The shared memory of a portion, None for a whole array, and the call that reduces the portion.
+_InMemory = tuple[Array | None, NodeCall]
 
 
 class FusionPlan(NamedTuple):
-    """How arrays of certain shapes and dtypes are reduced together.
+    """Plan to reduce arrays of given shapes and dtypes together.
 
     Attributes:
-        facts: what must be equal on all ranks, also that they have planned the work.
-        portions: what is reduced by one call each.
-        starts: the first byte of each result.
-        nbytes: of all results.
-        work: for each portion, its shared memory and what reduces it; nothing by messages.
-        op: by which portions are reduced.
-        ways: of each array by way of that op; none if it is the caller's.
+        facts: fields that must be equal on all ranks, including whether the ranks have a plan.
+        portions: the portions, each reduced by one call.
+        starts: first byte of each result.
+        nbytes: bytes of all results.
+        work: for each portion, its shared memory and its call; empty by messages.
+        op: reduction operation of the portions.
+        ways: for each array, its lowering to that op; empty if `op` is the caller's op.
     """
 
     facts: dict[str, object]
@@ -90,7 +90,7 @@ class FusionPlan(NamedTuple):
 
 
 class FusionKey(NamedTuple):
-    """What a caller asks for, scales by their words."""
+    """Arguments of the caller, with scales by name."""
 
     op: Op
     compression: Compression
@@ -98,81 +98,88 @@ class FusionKey(NamedTuple):
     algorithm: str
 
     def key(self, kinds: tuple[Kind, ...], *, on_device: bool = False) -> Key:
-        """By what a call with arrays of these shapes and dtypes is known."""
+        """Return the cache key of a call with arrays of these shapes and dtypes."""
         scales = self.scales.items()
         return self.op, str(self.compression), *scales, self.algorithm, kinds, on_device
 
 
 class FusionCache:
-    """What `grouped_allreduce` keeps of its calls in one group."""
+    """Cached plans and result memory of `grouped_allreduce` in one group."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        # Shared memory of one portion, which all plans of the group use one after the other.
         self._portion = np.empty(0, np.uint8)
         self.known: OrderedDict[Key, FusionPlan] = OrderedDict()
         self._results = np.empty(0, np.uint8)
-        self._holders = 0  # of the results, when nobody else knows them
 
     def find(
         self, kinds: tuple[Kind, ...], asked: FusionKey, call: Call, *, on_device: bool = False
     ) -> FusionPlan:
-        """Return how such arrays are reduced, compared among the ranks; planned if it is new."""
+        """Return the plan for these arrays, compared on all ranks; create it if it is new."""
         engine = None if on_device else call.engine_for(asked.algorithm)
         known = self.known.get(asked.key(kinds, on_device=on_device))
+        # Different on purpose from the first call: `planned` below is part of its facts.
         if known is not None:
             call.describe(**known.facts)
+            # In the engine the first portion compares the call.
             if engine is None or not known.portions:
                 call.agree()
             return known
+        # Checks and describes before the agreement, so that a wrong array is still a refusal.
         new = _describe(kinds, asked, call, engine, {"memory": "device"} if on_device else {})
+        # Before `_plan`, which allocates shared memory and must run on all ranks or none.
         call.agree()
         if engine is not None:
-            new.facts["planned"] = True  # what is driven later is not what was agreed by
+            new.facts["planned"] = True  # later calls differ from this one, which made an agreement
             call.describe(**new.facts)
             new.work.extend(self._plan(call, engine, new))
         return new
 
     def store(self, key: Key, grouping: FusionPlan) -> None:
-        """Remember a call, once the ranks have agreed, and forget the one made longest ago.
+        """Cache a plan once the ranks have agreed, and drop the least recently used one.
 
-        All ranks know the same calls: one that knows a call does not meet one that plans it.
+        All ranks cache the same plans, so a rank with a plan never synchronizes with one without.
         """
         self.known[key] = grouping
         self.known.move_to_end(key)
+        # All ranks make the same grouped calls in the same order, so they drop the same plan.
         if len(self.known) > _MOST:
             self.known.popitem(last=False)
 
     def results(self, nbytes: int) -> Array:
-        """Return memory for results: that of earlier ones which the caller has dropped, or new.
+        """Return memory for results: the memory of dropped earlier results, or new memory.
 
-        New memory of many megabytes costs more than the reduction, since the system clears it.
+        New memory of many megabytes costs more than the reduction, because the kernel clears it.
         """
-        results = self._results
-        if results.size != nbytes or sys.getrefcount(results) > self._holders:
-            del results
-            self._results = np.empty(0, np.uint8)  # before there is more
-            results = self._results = np.empty(nbytes, np.uint8)
-            self._holders = sys.getrefcount(results)
-        return results
+        # A caller that holds a result holds a reference to this array as its base.
+        if self._results.size != nbytes or is_referenced_elsewhere(self._results):
+            self._results = np.empty(0, np.uint8)  # free the old memory before the new allocation
+            self._results = np.empty(nbytes, np.uint8)
+        return self._results
 
     def _plan(self, call: Call, engine: Engine, new: FusionPlan) -> list[_InMemory]:
-        """Make what reduces each portion; *collective*."""
+        """Create the call that reduces each portion; *collective*."""
+        # Allocated once, with the first plan that packs arrays.
         if not self._portion.size and not all(portion.whole for portion in new.portions):
             self._portion = shared_empty(self._group, _portion_bytes(engine), np.uint8)
+        # Portions of one kind share a call, because they run one after the other.
         made: dict[tuple[object, ...], _InMemory] = {}
         for kind in dict.fromkeys(map(_alike, new.portions)):
             dtype, nbytes, whole = kind
-            if whole:  # whose addresses are told later
+            if whole:  # the addresses are bound in every call
                 memory, view = None, np.empty(nbytes // dtype.itemsize, dtype)
             else:
                 memory = view = self._portion[:nbytes].view(dtype)
+            # The result stores of long arrays count together (`control_block.BLOCK`).
             among = new.nbytes if whole else 0
-            made[kind] = memory, engine.plan_allreduce(view, view, new.op, call.digest, among)
+            work = engine.plan_allreduce(view, view, new.op, call.digest, among)
+            made[kind] = memory, NodeCall(call, work)
         return [made[_alike(portion)] for portion in new.portions]
 
 
 def _alike(portion: FusedChunk) -> tuple[Any, int, bool]:
-    """Return by what portions are reduced by the same work, one after the other."""
+    """Return the properties of portions that can share one prepared call."""
     return portion.dtype, portion.nbytes, portion.whole
 
 
@@ -188,15 +195,18 @@ def _describe(
     dtypes = [dtype for _, dtype in kinds]
     ways = []
     for dtype in dtypes:
+        # Also checks the op for the dtype.
         way = lowering.lower(op, dtype, call.group.size, scales, operation=call.operation)
-        if way is not None:  # then there is one for every dtype
+        if way is not None:  # one lowering for each array, or none at all
             ways.append(way)
+    # Only the check: feedback needs names, which a list of arrays does not have.
     for dtype in dict.fromkeys(dtypes):
         compression.codec(dtype, op, network=True)
     facts: dict[str, object] = {
         "op": op.value,
         "count": len(kinds),
         "arrays": bucket_layout.summary([(dtype.name, shape) for shape, dtype in kinds]),
+        # A checksum of all shapes; the whole list may be longer than a description.
         **memory,
         "compression": compression,
         **scales,
@@ -204,10 +214,12 @@ def _describe(
     }
     call.describe(**facts)
     counts = [math.prod(shape) for shape, _ in kinds]
+    # By messages one portion for each dtype: `sys.maxsize` means no limit.
     limit = whole = sys.maxsize
     if engine is not None:
         limit, whole = _portion_bytes(engine), WHOLE_BYTES
     work = [way.dtype for way in ways] or dtypes
+    # Equal for all arrays, because `lower` derives it from the op alone.
     by = ways[0].op if ways else op
     return FusionPlan(
         facts, *bucket_layout.split_by_bytes(counts, work, limit, whole), [], by, ways
@@ -218,25 +230,20 @@ def _portion_bytes(engine: Engine) -> int:
     return PORTION_BYTES_CROWDED if engine.size > (os.cpu_count() or 1) else PORTION_BYTES
 
 
-def reduce_whole(call: Call, work: KernelCall, x: Array, out: Array) -> None:
-    """Reduce an array, of any strides, into flat memory for its result."""
-    send = host_arrays.flat(x)
-    work.block.send, work.block.out = address(send), address(out)
-    call.drive(work)
-
-
 def pack(portion: FusedChunk, hosts: Sequence[Array], into: Array) -> None:
-    """Copy the pieces of a portion side by side: 0.1 us for each, beside the copy itself."""
+    """Copy the pieces of a portion side by side into `into`; 0.1 us per piece besides the copy."""
     pieces = [hosts[piece.array] for piece in portion.pieces]
-    for at in (0, -1):  # only the first and the last can be a part of an array
+    for at in (0, -1):  # the other pieces are whole arrays
         array, start, stop = portion.pieces[at]
         if stop - start < hosts[array].size:
             pieces[at] = host_arrays.flat(hosts[array])[start:stop]
+    # "no": a portion has one dtype, so a cast would be a mistake.
     np.concatenate(pieces, axis=None, out=into, casting="no")
 
 
 def unpack(portion: FusedChunk, shared: Array, flats: Sequence[Array]) -> None:
-    """Copy what a portion has reduced to where its arrays lie."""
+    """Copy a reduced portion into its flat result arrays."""
+    # A portion has no padding between its pieces.
     at = 0
     for array, start, stop in portion.pieces:
         flats[array][start:stop] = shared[at : at + stop - start]
@@ -244,8 +251,9 @@ def unpack(portion: FusedChunk, shared: Array, flats: Sequence[Array]) -> None:
 
 
 def put(portion: FusedChunk, shared: Array, results: Array) -> None:
-    """Copy what a portion has reduced to its place in the memory of all results."""
+    """Copy a reduced portion to its place in the memory of all results."""
     target = part(portion, results)
+    # Below, the results stay in the caches for their next use.
     if results.nbytes < STREAMED_BYTES:
         target[...] = shared
     else:
@@ -253,5 +261,5 @@ def put(portion: FusedChunk, shared: Array, results: Array) -> None:
 
 
 def part(portion: FusedChunk, results: Array) -> Array:
-    """Return the results of a portion in the memory of all."""
+    """Return the place of a portion in the memory of all results."""
     return results[portion.first : portion.first + portion.nbytes].view(portion.dtype)

@@ -21,14 +21,14 @@ from collectives.operations import split
 
 __all__ = ["plan_buckets"]
 
-# Bytes after which a bucket is full: of the first one, which is small so that its reduction begins
-# early; of later ones, in shared memory and by messages. `benchmarks/gradients.py`, 2 ranks on 2
-# cores, views of 102 MB, ms, smallest of 11: buckets of 1 MiB 12.0, 4 MiB 8.0, 8 MiB 7.2, 32 MiB
-# 6.5; small ones leave less to do when the last gradient is ready.
+# Bytes that complete a bucket: the first one is small so that its reduction starts early; later
+# ones in shared memory and by messages. `benchmarks/gradients.py`, 2 ranks on 2 cores, views of
+# 102 MB, ms, minimum of 11: buckets of 1 MiB 12.0, 4 MiB 8.0, 8 MiB 7.2, 32 MiB 6.5. Small buckets
+# leave less work after the last gradient.
 FIRST_BUCKET_BYTES = 1 << 20
 BUCKET_BYTES, BUCKET_BYTES_MESSAGES = 4 << 20, 16 << 20
 
-# Buckets that have no name of their own are numbered.
+# Buckets without a name are numbered.
 _numbers = itertools.count()
 
 
@@ -45,30 +45,30 @@ def plan_buckets(
     name: str | None = None,
     names: Sequence[str] | None = None,
 ) -> Buckets:
-    """Lay out many arrays, which are reduced at every step, once.
+    """Plan buckets for arrays that are reduced in every step.
 
     *Collective*: all ranks, with the same shapes, dtypes and options.
 
     Args:
-        like: for every array one of its kind, shape and dtype, which is not changed, or a pair of
-            a shape and a dtype, which stands for a NumPy array. Views on the host keep the strides
-            of dense PyTorch tensors (`channels_last`), which must be equal on all ranks.
-        op: how to combine, defined for all of the dtypes.
+        like: for every array an array of its kind, shape and dtype, which is not changed, or a pair
+            (shape, dtype) for a NumPy array. Views on the host keep the strides of dense PyTorch
+            tensors (`channels_last`), which must be equal on all ranks.
+        op: reduction operation, defined for all dtypes.
         compression: as for `allreduce`; with feedback, every bucket has its own residual.
-        bucket_bytes: after how many bytes a bucket is full.
-        first_bucket_bytes: the same for the first one.
-        algorithm: as for `allreduce`, of each bucket; not "nccl".
-        timeout: seconds, of the reduction of each bucket.
-        name: of these arrays, for compression with feedback; numbered if None.
-        names: of the single arrays, for errors; their numbers if None.
+        bucket_bytes: bytes that complete a bucket; None picks 4 MiB in shared memory, else 16 MiB.
+        first_bucket_bytes: bytes that complete the first bucket; None picks 1 MiB.
+        algorithm: as for `allreduce`, for each bucket; not "nccl".
+        timeout: seconds for the reduction of each bucket; None uses UNISONO_TIMEOUT.
+        name: name of the buckets, for compression with feedback; None numbers them.
+        names: names of the arrays, for errors; None uses their numbers.
 
     Raises:
-        TypeError: there is no such dtype, or the op is not defined for it; this is not a
-            compression; bytes are not an integer.
-        ValueError: an option is out of range, or there is no such algorithm.
+        TypeError: a dtype is unknown, the op is not defined for it, `compression` has another type,
+            or a number of bytes is not an integer.
+        ValueError: an option is out of range, or the algorithm is unknown.
         MismatchError: ranks differ in number, shapes or dtypes, or in the options; on all ranks.
 
-    Cost: the bytes of all arrays, in shared memory where there is some.
+    Cost: the bytes of all arrays, in shared memory if available.
 
     Example:
         >>> import collectives as cc, numpy as np
@@ -81,6 +81,7 @@ def plan_buckets(
     with begin_call(group, "plan_buckets", timeout) as call:
         compression = resolve(compression, call.operation)
         kinds = [specs.spec_of(x, operation=call.operation) for x in like]
+        # Each dtype once, because models have hundreds of arrays of few dtypes.
         for dtype in {kind.dtype for kind in kinds}:
             reduction.check(op, dtype, operation=call.operation)
             compression.codec(dtype, op, network=True, name="")
@@ -95,16 +96,18 @@ def plan_buckets(
             raise ValueError(
                 f"plan_buckets: expected a name for each of {len(kinds)} arrays, got {len(names)}"
             )
+        # The limits are part of the description, because all ranks must form equal buckets.
         call.describe(
             op=op.value, count=len(kinds), compression=compression, bytes=limits,
             arrays=bucket_layout.summary([(_words(kind), kind.shape) for kind in kinds]),
             algorithm=algorithm,
         )  # fmt: skip
         call.agree()
+    # Only after the agreement, because a duplicate is a call of its own.
     ranks = split.dup(group)
     name = name or f"buckets {next(_numbers)}"
     there = device_buffer.if_all_on_device(ranks, like, timeout)
-    if there and bucket_bytes is None:  # whatever memory the ranks meet in, slices pass through it
+    if there and bucket_bytes is None:  # slices pass through host memory in any case
         limits = limits[0], BUCKET_BYTES_MESSAGES
     options = BucketOptions(op, compression, limits, timeout, name, in_memory, algorithm)
     places: BucketBuffer = (
@@ -116,5 +119,6 @@ def plan_buckets(
 
 
 def _words(kind: ArraySpec) -> str:
-    """Describe the dtype of an array and its order in memory."""
+    """Describe the dtype of an array and its memory order."""
+    # With the order of axes: equal shapes with different strides would mix up elements.
     return kind.dtype.name if kind.order is None else f"{kind.dtype.name} in order {kind.order} "

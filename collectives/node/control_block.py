@@ -1,16 +1,20 @@
 """Layout of the shared control structures: call blocks, rank headers and rank state.
 
 The ranks of a node share a segment (`collectives.node.segment`). In it each rank has a *header*
-(`HEADER`), which only it writes, and two *slots* for its data. A kernel
-(`collectives.node.reduce_kernels`) gets the address of a *control block* (`BLOCK`): the arguments
-of a call, and how far it has got.
+(`HEADER`), which only that rank writes, and two *slots* for its data. A kernel
+(`collectives.node.reduce_kernels`) takes the address of a *control block* (`BLOCK`), which holds
+the arguments and the progress of a call.
 
 All calls of a communicator are cut into numbered *rounds*. A rank stores the number of a round in
-`filled` of its header when its slot holds what others read, or will do so part by part, and in
-`ready` when what it makes for others is there, or when it has read all that it needs. `store`
-publishes everything that the rank stored before it to the ranks that see the number by `load`.
+two fields of its header:
 
-Fields are integers of 64 bits unless a format says otherwise.
+    filled   its slot holds the data that other ranks read, or will hold it part by part
+    ready    its result for other ranks is complete, or it has read everything it needs
+
+`store` is a release and `load` an acquire: a rank that loads the number also sees everything that
+was stored before it.
+
+Fields are 64-bit integers unless a format says otherwise.
 """
 
 from __future__ import annotations
@@ -19,7 +23,7 @@ import numpy as np
 
 from collectives.kernels.structures import structure
 
-# Status that a kernel returns. WAITING: it has polled for long, call it again with the same block.
+# Status that a kernel returns. WAITING: it has polled for long; call it again with the same block.
 # NOTED: the call is done, and tracing is enabled.
 DONE, WAITING, MISMATCH, NOTED = range(4)
 
@@ -32,17 +36,17 @@ NEAR, FAR = range(2)
 # `want` of a block: which results of a reduction the rank reads.
 WANT_NONE, WANT_OWN, WANT_ALL = range(3)
 
-# `detail` of a `direct` call: where the result goes. 0 stands for no detail.
+# `detail` of a `direct` call: whether the result overwrites the input. 0 means no detail.
 IN_PLACE, ELSEWHERE = 1, 2
 
-# `tune_timed` of a block: the call is timed without any of its waits, or without the first one.
+# `tune_timed` of a block: which waits the timing of a call excludes.
 WITHOUT_WAITS, WITHOUT_FIRST_WAIT = 1, 2
 
-# Elements that are combined at a time, so that they stay in the level 1 cache.
+# Elements that are combined at a time: the tiles of a combination stay in the level 1 cache.
 TILE = 2048
 TILE_BYTES = TILE * 16  # of the widest type, complex128
 
-# Bytes of a part of a stream, which others read while its rank stores the next one.
+# Bytes of a part of a stream: other ranks read a part while the writer stores the next one.
 PART_BYTES = 1 << 15
 
 BLOCK = np.dtype(
@@ -60,36 +64,36 @@ BLOCK = np.dtype(
         ("status_entry", "i8"),  # address of this rank's STATUS_ENTRY
         # The arguments of the call:
         ("hash", "i8"),  # of the call's description
-        ("send", "i8"),  # address of the contribution; `buffer_address.bind` stores `out` after it
+        ("send", "i8"),  # address of the input; `buffer_address.bind` stores `out` after it
         ("out", "i8"),  # address of the result, may equal `send`
         ("count", "i8"),  # elements (reductions), bytes of the own stream (copies)
-        ("bounds", "i8"),  # address of size + 1 element offsets of chunks (but for one_shot)
+        ("bounds", "i8"),  # address of size + 1 element offsets of chunks (unused by one_shot)
         ("want", "i8"),  # WANT_NONE, WANT_OWN or WANT_ALL (pipelined, direct)
-        ("table", "i8"),  # address of rows of COPY (copies), of the ranks' arrays (shared)
+        ("table", "i8"),  # address of COPY rows (copies) or of the ranks' array addresses (shared)
         ("rows", "i8"),  # of the table (copies)
         ("rounds", "i8"),  # of the call (pipelined_copy)
-        ("own_first", "i8"),  # first byte of the stream that only this rank reads (copies)
+        ("own_first", "i8"),  # first byte of the own stream that no other rank reads (copies)
         ("own_stop", "i8"),  # the byte after the last one
-        ("longest_bytes", "i8"),  # of all ranks' streams, rounded up to parts (pipelined_copy)
+        ("longest_bytes", "i8"),  # longest stream of all ranks, in whole parts (pipelined_copy)
         ("want_bytes", "i8"),  # of the result (pipelined_copy)
         (
             "detail",
             "i8",
-        ),  # may differ without an error: a hash (copies), see above (direct); 0: none
+        ),  # may differ without an error: a hash (copies) or IN_PLACE, ELSEWHERE (direct); 0: none
         ("itemsize", "i8"),  # bytes of an element
         ("fill", "i8"),  # this and the next three: `kernels.loops.Loops`
         ("start", "i8"),
         ("add", "i8"),
         ("save", "i8"),
         ("add_reversed", "i8"),  # address of `loops.reversed_loop` (one_shot, direct)
-        # The progress of the call; the first two are 0 between calls:
+        # The progress of the call; `phase` and `done_rounds` are 0 between calls:
         ("phase", "i8"),
         ("done_rounds", "i8"),
         ("first_round", "i8"),
         ("missing_rank", "i8"),  # after WAITING
         ("previous_part", "i8"),  # address of the first of two parts that are combined
         ("parts_read", "i8"),  # in this round (pipelined_copy)
-        ("sync_rounds", "i8"),  # before those that exchange arrays (direct)
+        ("sync_rounds", "i8"),  # rounds before arrays are exchanged (direct)
         (
             "detail_mismatch",
             "i8",
@@ -99,48 +103,48 @@ BLOCK = np.dtype(
         ("result_best_mode", "i8"),  # PLAIN or STREAMING, by the last comparison
         ("result_calls", "i8"),  # since the last comparison began
         ("result_timed", "i8"),  # whether the comparison times this call
-        ("result_ns", "i8"),  # of the copies of this call
-        ("result_best_ns", "i8", 2),  # of a call's copies by store mode; 0 before any
-        ("result_group_bytes", "i8"),  # of all results of the calls that this is one of; 0 if alone
+        ("result_ns", "i8"),  # time this call spent copying results
+        ("result_best_ns", "i8", 2),  # fastest call by store mode; 0 before any
+        ("result_group_bytes", "i8"),  # results of all calls of a grouped operation; 0 if alone
         # How slots are filled (`collectives.node.store_autotuner`):
         ("tune_calls", "i8"),  # so far, modulo the period of comparisons
-        ("tune_active", "i8"),  # whether a comparison is under way
-        ("tune_distance", "i8"),  # NEAR or FAR, where the comparison began
-        ("tune_timed", "i8"),  # 0, or how it times this call: WITHOUT_WAITS, WITHOUT_FIRST_WAIT
+        ("tune_active", "i8"),  # whether a comparison is in progress
+        ("tune_distance", "i8"),  # NEAR or FAR, when the comparison began
+        ("tune_timed", "i8"),  # 0 if not timed, else WITHOUT_WAITS or WITHOUT_FIRST_WAIT
         ("tune_ns", "i8"),  # of this call so far
-        ("tune_started_ns", "i8"),  # when the clock was started; 0 while it stands still
-        ("tune_best_ns", "i8", 2),  # of a call by store mode; 0 before any
-        ("tune_best_mode", "i8", 2),  # by core distance: 1 + the faster mode; 0 if not known
+        ("tune_started_ns", "i8"),  # when the clock was started; 0 while it is stopped
+        ("tune_best_ns", "i8", 2),  # fastest call by store mode; 0 before any
+        ("tune_best_mode", "i8", 2),  # by core distance: 1 + the faster mode; 0 if unknown
     ],
     align=True,
 )
 
-# A row of the table of a copy: whose stream, its first byte, the byte after the last one, and where
-# they go, in bytes from `out`.
+# A row of the table of a copy: the rank whose stream is read, the first byte, the byte after the
+# last one, and the destination in bytes from `out`.
 COPY = np.dtype([("peer", "i8"), ("first", "i8"), ("stop", "i8"), ("dest", "i8")], align=True)
 
 TIMESPEC = np.dtype([("seconds", "i8"), ("nanoseconds", "i8")], align=True)
 
-# What outlives a call, private to each rank.
+# State that outlives a call, private to each rank.
 STATE = np.dtype(
     [
         ("rounds", "i8"),  # so far
         # How this rank stores into slots (`collectives.node.core_probe`, `slot_stores`):
         ("store_mode", "i8"),  # PLAIN or STREAMING
-        ("store_forced", "i8"),  # whether a setting says so, and nothing is measured
-        ("bytes_until_probe", "i8"),  # stores before the next probe
-        ("contrary_probes", "i8"),  # in a row that contradict `core_distance`
-        ("line_ns", "i8"),  # of a plain store into a line that another core had, by the last probe
+        ("store_forced", "i8"),  # whether a setting fixes the mode, and nothing is measured
+        ("bytes_until_probe", "i8"),  # bytes to store before the next probe
+        ("contrary_probes", "i8"),  # consecutive probes that contradict `core_distance`
+        ("line_ns", "i8"),  # plain store into a line that another core held, by the last probe
         ("clock", TIMESPEC),
         ("trace", "i8"),  # address of the TRACE; 0 while tracing is off
         ("core_distance", "i8"),  # NEAR or FAR
-        ("default_mode", "i8", 2),  # by core distance, for calls that have compared nothing
+        ("default_mode", "i8", 2),  # by core distance, for calls without a comparison of their own
     ],
     align=True,
 )
 
 # Kinds of traced events: waits for `filled` or `parts`, and for `ready`; the begin of a call that
-# moves bytes, and of one that reduces what it has waited for in `filled`; the end of a call. The
+# moves bytes, and of a call that reduces the data of its `filled` waits; the end of a call. The
 # time between two events is copying.
 WAIT_FILLED, WAIT_READY, MOVE, REDUCE, END = range(5)
 
@@ -154,33 +158,33 @@ EVENT = np.dtype(
     align=True,
 )
 
-# Events that are kept: calls of many megabytes make some hundred.
+# Events that are kept: a call of many megabytes records some hundred.
 MAX_EVENTS = 2048
 
-# What this rank did when, while tracing is on.
+# Events of this rank while tracing is on.
 TRACE = np.dtype(
     [
         ("count", "i8"),  # of events
         ("wait_began", "i8"),  # ns of the monotonic clock; 0 outside a wait
-        ("late_rank", "i8"),  # the rank that the kernel waits for after WAITING; -1 for none
+        ("late_rank", "i8"),  # the awaited rank after WAITING; -1 for none
         ("padding", "i8"),  # so that events begin at a multiple of their size
         ("events", EVENT, MAX_EVENTS),
     ],
     align=True,
 )
 
-# How long calls with one hash took (`collectives.node.store_autotuner`).
+# Durations of calls with one hash (`collectives.node.store_autotuner`).
 DURATION = np.dtype([("hash", "i8"), ("ns", "i8", 2), ("padding", "i8")])  # ns by store mode
 DURATION_ROWS = 8
 
-# All fields but the last lie in a cache line and its neighbour, because processors fetch lines in
+# All fields but the last share a cache line and its neighbour, because processors fetch lines in
 # pairs.
 HEADER = np.dtype(
     [
         ("filled", "i8"),  # last round whose slot is filled, see above
         ("ready", "i8"),  # last round whose result is ready, see above
         ("hashes", "i8", 2),  # of a call, by the parity of its first round
-        ("parts", "i8"),  # of streams that the rank has stored into its slots, in all calls
+        ("parts", "i8"),  # parts of streams that the rank has stored into its slots, in all calls
         ("details", "i8", 2),  # as `hashes`
         ("part_mode", "i8"),  # how the last part was stored: PLAIN or STREAMING
         ("padding", "i8", 8),
@@ -188,13 +192,13 @@ HEADER = np.dtype(
     ]
 )
 
-# The last call of a rank, for the others (`collectives.tracing.peer_status`); two cache lines, so
-# that a rank that writes its entry slows down no other.
+# The last call of a rank, for the other ranks (`collectives.tracing.peer_status`). An entry fills
+# two cache lines, so that writing it does not invalidate the entry of another rank.
 STATUS_ENTRY = np.dtype(
     [
         ("number", "i8"),  # of the call; negative after it, 0 before the first
         ("time", "f8"),  # s of the monotonic clock
-        ("compiles", "f8"),  # s, since when the rank compiles; 0 if it does not
+        ("compiles", "f8"),  # s, when the rank began to compile; 0 if it does not
         ("length", "u2"),  # bytes of the text
         ("text", "S102"),
     ],

@@ -1,20 +1,22 @@
 """Kernels that copy bytes through the slots: published at once, or pipelined.
 
-Both kinds of call meet as those of `collectives.node.reduce_kernels` do. What is short goes into a
-slot at once (`one_shot_copy`). What is long is cut into rounds of a slot, these into parts of 32
-KiB (`pipelined_copy`):
+The ranks enter and compare calls as in `collectives.node.reduce_kernels`. A short stream is stored
+into a slot at once (`one_shot_copy`). A long one is cut into rounds of one slot, and each round
+into parts of 32 KiB (`pipelined_copy`):
 
-    the root of a broadcast      filled = k, part 0, parts, part 1, parts, ... wait for filled
-    another rank                 filled = k, wait for parts, read part 0, ...  wait for filled
+    root of a broadcast     filled = k, part 0, parts, part 1, parts, ...  wait for filled
+    other rank              filled = k, wait for parts, read part 0, ...   wait for filled
 
-A rank that enters round k has read all that it needs of round k - 1, and publishes that at once by
-`filled`, so that a slot is safe as in all rounds. It publishes each part that it then stores by
-`parts`, which only grows. In the first round no rank copies before all have published the same
-call.
+A rank that enters round k has read everything it needs of round k - 1. Storing `filled` publishes
+that, so that a slot may be refilled. The rank then publishes each part by `parts`, which only
+grows. In the first round no rank copies before all ranks have published the same call.
 
-2 ranks, 2 cores of an AMD EPYC that share a cache / that share none, broadcast of 1 MiB in us: by
-whole slots of 512 KiB 73 / 140, in parts 39 / 64; by Open MPI, whose receivers have the kernel read
-the sender's memory, 83 / 160 (of 2026).
+Broadcast of 1 MiB, 2 ranks on an AMD EPYC (2026), in us. With Open MPI the receivers' kernel reads
+the sender's memory:
+
+    cores                   whole slots of 512 KiB    parts    Open MPI
+    with a common cache                         73       39          83
+    without                                    140       64         160
 """
 
 from __future__ import annotations
@@ -55,7 +57,7 @@ __all__ = ["pipelined_copy", "one_shot_copy"]
 
 @njit
 def _put_own(block: Any, dest: int, first: int, stop: int) -> None:
-    """Put a part of this rank's stream where others read it, but for what nobody else wants."""
+    """Store a part of this rank's stream in a slot, without the bytes that only this rank reads."""
     before, after = min(stop, max(first, block.own_first)), max(first, min(stop, block.own_stop))
     if before >= after:
         before = after = stop
@@ -65,21 +67,21 @@ def _put_own(block: Any, dest: int, first: int, stop: int) -> None:
 
 @njit
 def _table(block: Any) -> Any:
-    """Return what this rank wants of all streams."""
+    """Return the rows of the streams that this rank reads."""
     return carray(pointer(block.table), block.rows, COPY)
 
 
 @njit
 def _copy_row(block: Any, row: Any, source: int, first: int, stop: int, far: bool) -> None:
-    """Copy a part of a stream, which begins at an address, to where this rank wants the row."""
+    """Copy a part of a stream, found at `source`, to its destination in the result."""
     dest = block.out + row.dest + first - row.first
-    if dest != source:  # else it is in its place already
+    if dest != source:  # equal if the data is already in place
         write_result(block, dest, source, stop - first, far)
 
 
 @njit
 def _copy_own(block: Any, first: int, stop: int) -> None:
-    """Copy what this rank wants of a window of its own stream."""
+    """Copy the rows of a window of this rank's own stream."""
     for row in _table(block):
         start, end = max(row.first, first), min(row.stop, stop)
         if row.peer == block.rank and start < end:
@@ -87,10 +89,10 @@ def _copy_own(block: Any, first: int, stop: int) -> None:
 
 
 def one_shot_copy(address: int) -> int:
-    """Let every rank publish a few bytes, and copy what it wants of the others' bytes.
+    """Publish one short stream per rank, and copy rows of the other ranks' streams.
 
-    Broadcast, gather, all-gather, scatter and all-to-all differ only in who publishes what and who
-    copies what. Nothing is copied where the ranks agree on the call, but not on its details.
+    Broadcast, gather, all-gather, scatter and all-to-all differ only in streams and rows. Nothing
+    is copied if the hashes match and the details do not.
     """
     block = record(address, BLOCK)
     if block.phase == 0:
@@ -117,15 +119,16 @@ def one_shot_copy(address: int) -> int:
 
 @njit
 def _part_number(block: Any, number: int, part: int) -> int:
-    """Return how many parts a rank has put, as told, after one of a round; it only grows."""
+    """Return the value of `parts` after a part of a round; it only grows."""
     return number * -(-block.slot_bytes // PART_BYTES) + part + 1
 
 
 @njit
 def _slot_offset(block: Any, rank: int, number: int) -> int:
-    """Return where in a rank's slot a round of a flow begins: what is short takes turns in it.
+    """Return the address at which a round of a stream begins in a rank's slot.
 
-    So that it is stored into lines that the readers' level 2 caches have dropped by then.
+    Short streams rotate through the slot, so that a store hits lines that the readers' level 2
+    caches have dropped by then.
     """
     fit = max(1, block.slot_bytes // block.longest_bytes)
     return slot(block, rank, number) + number // 2 % fit * block.longest_bytes
@@ -133,7 +136,7 @@ def _slot_offset(block: Any, rank: int, number: int) -> int:
 
 @njit
 def _put_parts(block: Any, turn: int) -> None:
-    """Fill this rank's slot for a round of a flow, and tell of each part."""
+    """Fill this rank's slot for a round of a stream, and publish each part."""
     number, window = block.first_round + turn, turn * block.slot_bytes
     own = _slot_offset(block, block.rank, number)
     stop = min(block.count, window + block.slot_bytes)
@@ -146,7 +149,7 @@ def _put_parts(block: Any, turn: int) -> None:
 
 @njit
 def _copy_parts(block: Any, turn: int) -> bool:
-    """Copy what this rank wants of the others' slots, part by part; False if one has not come."""
+    """Copy rows from the other ranks' slots, part by part; False if a part is missing."""
     number, window = block.first_round + turn, turn * block.slot_bytes
     if block.parts_read == 0:
         _copy_own(block, window, window + block.slot_bytes)
@@ -164,12 +167,12 @@ def _copy_parts(block: Any, turn: int) -> bool:
                 _copy_row(block, row, source, first, last, far)
         block.parts_read += 1
     block.parts_read = 0
-    fence()  # [results] that were stored past the caches
+    fence()  # [results] orders streaming stores of results before the next flag
     return True
 
 
 def pipelined_copy(address: int) -> int:
-    """As `one_shot_copy`, for streams of many parts: each is read while the next is put."""
+    """Run `one_shot_copy` for long streams: ranks read a part while the writer stores the next."""
     block = record(address, BLOCK)
     if block.phase == 0:
         publish_hash(block, next_round(block))  # [number] [hash]

@@ -1,10 +1,13 @@
 """Detection of core distance: whether ranks of a node run on cores with a common cache.
 
-What systems say of caches is not true in virtual machines, and processes move. So each rank now and
-then stores into lines that another rank has read, one line after the other, and takes the time,
-which tells near from far; after two pieces in a row that speak against it, it takes itself to have
-moved. (The rate of many lines at once, of which a core has more or fewer under way, does not: on
-one machine it is 7 GB/s where cores share a cache, on another one up to 9 where they do not.)
+The cache topology that a system reports is wrong in virtual machines, and processes migrate. So
+each rank regularly stores into lines that another rank has read, one line after the other, and
+times them. The time per line separates near from far. After two consecutive probes that contradict
+its core distance the rank changes it.
+
+The rate of many lines at once does not separate the two, because cores differ in the number of
+stores in flight: it is 7 GB/s between near cores of one machine, and up to 9 between far cores of
+another.
 """
 
 from __future__ import annotations
@@ -19,34 +22,34 @@ from collectives.node.synchronization import now, state
 
 __all__ = ["LEAST_TIMED", "MOST_TIMED", "has_moved"]
 
-# Nanoseconds of a line, from which on the other core shares no cache with this one: 51 at most near
-# and 134 at least far, in 2,700 calls in turns, but while cores were moved.
+# Nanoseconds per line from which the other core shares no cache with this one. Of 2,700 calls none
+# took more than 51 near or less than 134 far, except while cores were moved.
 _FAR = 80
 
-# Lines that are timed, in groups of which the fastest counts: in another one a page may be new, or
-# the process interrupted. They are taken out of order, so that nothing is fetched ahead of it.
+# Lines that are timed, in groups; the fastest group counts, because another one may touch a new
+# page or be interrupted. The stride defeats the hardware prefetcher.
 _GROUPS, _GROUP, _STRIDE = 4, 8, 13
 _LINE = 64
 
-# How many timings in a row change the place: in one of them the process may have been interrupted.
+# Consecutive probes that change the distance: a single one may have been interrupted.
 _ENOUGH = 2
 
-# Bytes that are stored between two timings; after a change, which a moment may have caused, fewer.
+# Bytes stored between two probes, and fewer after a change, which may be transient.
 _BETWEEN, _SOON = 1 << 25, 1 << 18
-# Of a piece that is worth a timing.
+# Bytes of a piece that is large enough for a probe, and bytes of it that a probe stores.
 LEAST_TIMED, MOST_TIMED = 1 << 12, TILE_BYTES
 
 
 @njit
 def has_moved(block: Any, dest: int, source: int, nbytes: int) -> bool:
-    """Store a piece in the plain way, some lines of it one by one; tell whether the rank has moved.
+    """Store a piece with plain stores, timing some lines one by one; return whether the rank moved.
 
-    It ends with all stores in the caches, so that what was streamed before needs no fence where
-    `tell` finds that this rank does not stream any more.
+    The full fence at the end orders earlier streaming stores. So `publish_flag` needs no fence of
+    its own if this probe ends streaming.
     """
     own = state(block)
     near = block.scratch
-    copy(near, source, nbytes)  # where the bytes come from should not matter
+    copy(near, source, nbytes)  # the probe must not depend on the cache state of the source
     head = -dest % _LINE
     fastest = 1 << 62
     for group in range(_GROUPS):

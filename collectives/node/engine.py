@@ -1,11 +1,11 @@
 """Node engine: collectives of one node through shared memory, without messages.
 
-Each rank owns two slots of a segment and a header with two numbers: up to which round its slot is
-filled, and up to which round its result is ready. Everything else follows from these (see
-`collectives.node.reduce_kernels`, which does the work).
+Each rank owns two slots of a segment and a header with two numbers: the last round whose slot is
+filled, and the last round whose result is ready. All synchronization uses these two numbers
+(`collectives.node.reduce_kernels`).
 
     small, one shot                          larger, pipelined, for 2 ranks
-    (one wait, everybody adds everything)    (chunk a belongs to rank 0, b to rank 1)
+    (one wait, each rank adds everything)    (chunk a belongs to rank 0, b to rank 1)
 
     rank 0            rank 1                 rank 0                     rank 1
     x -> slot 0       y -> slot 1            b0 -> slot 0               a1 -> slot 1
@@ -17,18 +17,24 @@ filled, and up to which round its result is ready. Everything else follows from 
     arrays from `shared_empty`: rank 0 adds chunk a of both arrays and writes it to both, rank 1
     chunk b; nothing is copied.
 
-Small is what has at most 8 KiB, or 64 KiB where ranks outnumber the cores; of two ranks 256 KiB.
-More than two ranks read their own array in their slot, too: the sum, in place, would replace it
-before its turn.
+Small arrays have at most 8 KiB, 64 KiB where ranks outnumber the cores, and 256 KiB on two ranks.
+Three or more ranks read even their own array from their slot: an in-place sum would overwrite the
+array before its turn.
 
-Every call carries a hash of its description, compared by all ranks as they meet, for free.
+Every call carries a hash of its description. All ranks compare it while they synchronize, at no
+extra cost.
 
-Whatever is moved as it is, by a broadcast or an all-gather, passes through the slots in parts of
-32 KiB: others read each while its rank puts the next one.
+Broadcasts and gathers move bytes through the slots in parts of 32 KiB: other ranks read a part
+while its writer stores the next one.
 
-Cost per rank, S bytes, P ranks: one shot writes S and reads P S; pipelined reads each part of its
-chunk once and moves 2 S (P - 1)/P through the segment; shared reads and writes S in all. One wait,
-2 S / slot waits, two waits. Scratch: two slots per rank in the segment.
+Cost per rank, S bytes, P ranks:
+
+    one shot     writes S, reads P S                                      1 wait
+    pipelined    reads each part of its chunk once; 2 S (P - 1)/P pass    2 S / slot waits
+                 through the segment
+    shared       reads and writes S                                       2 waits
+
+Scratch: two slots per rank in the segment.
 
 Order: rank 0, 1, 2, ... for every element; the same bits on all ranks and in every run.
 
@@ -85,33 +91,34 @@ from collectives.transport.transport import Transport
 if TYPE_CHECKING:
     from collections.abc import Callable
 
-    # Of a block; perhaps also where to note the times of the call, and its number.
+    # Takes the address of a block, and optionally where to note the call's times and its number.
     Kernel = Callable[..., int]
 
 __all__ = ["CopyTable", "Engine", "Event", "KernelCall", "compile_ahead", "start"]
 
-# With many ranks a slot grows, so that a rank's piece of it keeps at least 16 KiB, up to 1 MiB.
+# Slots grow with the number of ranks, so that a rank's piece of a slot keeps at least 16 KiB.
 _PIECE_BYTES = 1 << 14
 _MOST_SLOT_BYTES = 1 << 20
 
-# At least, where the node is a part of a group, and its ranks often wait: fewer rounds in which
-# they meet. Reduce-scatter and all-gather of 16 MiB, 2 ranks on each of 4 machines that share 2
-# cores, slots of 512 KiB / 1 MiB / 4 MiB, in ms: 120 / 84 / 60 (by messages 48, shared arrays 36).
+# Smallest slot of an engine whose node is a part of a group: its ranks often wait for other nodes,
+# and larger slots mean fewer rounds. Reduce-scatter and all-gather of 16 MiB, 2 ranks on each of 4
+# machines that share 2 cores, slots of 512 KiB / 1 MiB / 4 MiB, in ms: 120 / 84 / 60 (by messages
+# 48, shared arrays 36).
 SLOT_BYTES_OF_PART = 1 << 20
 
 _PAGE = 4096
 
-# Polls before a kernel returns: with a core for each rank about 46 us of pauses, then a few
-# hundred yields; with fewer cores a rank that spins only keeps the one it waits for from running.
-# 8 bytes among 4 ranks on 2 cores, in us: 0 pauses 7.6, 20 8.0, 100 14.5, 1000 135; of 8 ranks 30,
-# 32, 67, 308. 20 or 2000 yields instead of 200: 9.1, 6.8; of 8 ranks 42, 42.
+# Polls before a kernel returns. With a core for each rank: about 46 us of pauses, then a few
+# hundred yields. With fewer cores a spinning rank keeps the rank it waits for from running. 8 bytes
+# on 2 cores, in us, for 0 / 20 / 100 / 1000 pauses: 4 ranks 7.6 / 8.0 / 14.5 / 135; 8 ranks 30 / 32
+# / 67 / 308. For 20 / 2000 yields instead of 200: 4 ranks 9.1 / 6.8; 8 ranks 42 / 42.
 _SPINS, _SPINS_CROWDED, _YIELDS = 2000, 20, 200
 
-# Loads a kind of call, which the first rank of a machine compiles.
+# Loads a kernel; the first rank that needs it on a machine compiles it.
 _ROUNDS = "collectives.node.reduce_kernels"
 _kind = functools.partial(machine_code.function, _ROUNDS, arguments=3)
 
-# Parts of other ranks' streams: rank, first byte, byte after the last, and where the bytes go.
+# Parts of other ranks' streams: rank, first byte, byte after the last, destination.
 CopyTable = Sequence[tuple[int, int, int, int]]
 
 # The fields of a `control_block.EVENT`.
@@ -119,15 +126,15 @@ Event = Sequence[int]
 
 
 def compile_ahead() -> None:
-    """Let another process compile the kinds of calls that were never made on this machine."""
-    # First what the first calls of most programs do not need.
+    """Compile kernels that this machine has never used, in another process."""
+    # First the kernels that most programs do not use in their first calls.
     machine_code.compile_ahead(
         _ROUNDS, "pipelined", "direct", "shared", "pipelined_copy", "one_shot_copy", "one_shot"
     )
 
 
 class KernelCall(NamedTuple):
-    """A call, ready to run: kernel, block, and the memory that the block points to.
+    """A prepared call: kernel, block, and the memory that the block points to.
 
     Attributes:
         kernel: compiled code that takes the address of the block.
@@ -141,10 +148,10 @@ class KernelCall(NamedTuple):
 
 
 def start(transport: Transport, directory: str | None, deadline: Deadline) -> Engine | None:
-    """Make the engine of a group of ranks on one node; *collective*.
+    """Open the engine of a group of ranks on one node; *collective*.
 
     Returns:
-        None on all ranks where there is no shared memory.
+        the engine; None on all ranks if the ranks have no shared memory.
     """
     if transport.size == 1 or directory is None:
         return None
@@ -155,29 +162,29 @@ def start(transport: Transport, directory: str | None, deadline: Deadline) -> En
     memory = segment.create(transport, headers, 2 * slot, directory, deadline)
     if memory is None:
         return None
-    memory[::_PAGE].max()  # mapped now, not while somebody waits, or takes the time of a store
+    memory[::_PAGE].max()  # page faults now, not while a rank waits or times a store
     return Engine(
         transport, memory, headers, slot, peer_watch.start(transport, directory, deadline)
     )
 
 
 class Engine:
-    """The operations of a group of ranks on one node.
+    """Collectives of a group of ranks on one node.
 
     Args:
         transport: the ranks.
         memory: the segment: headers, status entries, then two slots per rank.
         headers: bytes in front of the slots.
         slot: bytes of a slot.
-        peers: watches the other ranks.
+        peers: watch over the other ranks.
 
     Attributes:
-        status_entries: the ranks' last calls, shape (size,), dtype `control_block.STATUS_ENTRY`.
-        rank: this rank among them.
-        size: how many there are.
-        driven: how many calls this rank has begun to `run`.
-        shared: arrays that are reduced where they are.
-        peers: watches the other ranks in waits.
+        status_entries: the ranks' last calls, shape (size,), dtype STATUS_ENTRY.
+        rank: this rank in the group.
+        size: number of ranks.
+        driven: number of calls that this rank has begun to `run`.
+        shared: registry of arrays that are reduced in place in shared memory.
+        peers: watch over the other ranks during waits.
     """
 
     def __init__(
@@ -214,9 +221,9 @@ class Engine:
         )
 
     def set_store_mode(self, stores: Stores) -> None:
-        """Say how this rank hands bytes to others, or let it measure; the others may do otherwise.
+        """Set how this rank stores data for other ranks; "auto" measures.
 
-        Every rank has its own way, which it may change between two stores: the bits do not.
+        Ranks may use different modes, and change them between two stores: the bits stay the same.
         """
         self._state.store_forced = stores != "auto"
         self._state.store_mode = STREAMING if stores == "streaming" else PLAIN
@@ -224,20 +231,21 @@ class Engine:
 
     @property
     def stores(self) -> tuple[str, int]:
-        """How this rank hands bytes over: "plain" or "streaming", and what it rests on.
+        """How this rank stores data for other ranks, and the measurement behind it.
 
-        The second is how many nanoseconds a plain store takes into a line of the cache that another
-        rank has read; 0 if not measured.
+        Returns:
+            "plain" or "streaming", and the nanoseconds of a plain store into a cache line that
+            another rank has read; 0 if not measured.
         """
         way = "plain" if self._state.store_mode == PLAIN else "streaming"
         return way, 0 if self._state.store_forced else self._state.line_ns
 
     def agree(self, digest: int, deadline: Deadline) -> bool:
-        """Wait for all ranks; tell whether they bring the same digest of their call."""
+        """Wait for all ranks; return whether their calls have the same digest."""
         return self.publish(None, [], digest, deadline)
 
     def exchange(self, number: int, digest: int, deadline: Deadline) -> list[int] | None:
-        """Return a number of every rank, in rank order; None if the digests differ."""
+        """All-gather one integer, in rank order; None if the digests differ."""
         numbers = np.empty(self.size, np.int64)
         wanted = [(rank, 0, numbers[rank : rank + 1]) for rank in range(self.size)]
         own = np.array([number])
@@ -249,8 +257,15 @@ class Engine:
     ) -> KernelCall:
         """Prepare to reduce flat arrays into `out`, which may be `send`.
 
-        The work may be driven again and again while the arrays live; `among` are the bytes of all
-        results of a call of which this is a part.
+        Args:
+            send: this rank's array; it must outlive the call, as must `out`.
+            out: the result, as long as `send`.
+            op: the reduction.
+            digest: hash of the call's description.
+            among: bytes of all results of a grouped operation that this call is a part of.
+
+        Returns:
+            a call that can run repeatedly.
         """
         place = self.shared.location_of_pair(send, out)
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
@@ -275,7 +290,7 @@ class Engine:
     def plan_reduce(
         self, send: Array, out: Array | None, op: Op, root: int, digest: int
     ) -> KernelCall:
-        """As `plan_allreduce`, with the result on the root only; `out` is None elsewhere."""
+        """Prepare `plan_allreduce` with a result on the root; `out` is None on other ranks."""
         bounds = np.array(topology.chunk_bounds(send.size, self.size), np.int64)
         block = self._block(digest, send, out, op)
         block.bounds = address(bounds)
@@ -285,9 +300,10 @@ class Engine:
     def plan_reduce_scatter(
         self, send: Array, out: Array | None, bounds: Sequence[int], op: Op, digest: int
     ) -> KernelCall:
-        """Prepare a reduction of which every rank takes its chunk; as `plan_allreduce`.
+        """Prepare `plan_allreduce` for one chunk of the result per rank.
 
-        `out` is as long as `send`, and this rank's chunk of it is written; None: somewhere else.
+        `out` is as long as `send`, and only this rank's chunk is written. If `out` is None, the
+        caller sets the address of the result later.
         """
         table = np.array(bounds, np.int64)
         block = self._block(digest, send, out, op)
@@ -298,15 +314,18 @@ class Engine:
         self, stream: Array | None, wanted: Sequence[tuple[int, int, Array]], digest: int,
         deadline: Deadline, longest: int = 0, kept: tuple[int, int] = (0, 0),
     ) -> bool:  # fmt: skip
-        """Publish bytes, and copy parts of what others publish.
+        """Publish one stream per rank, and copy parts of the streams of other ranks.
 
         Args:
-            stream: this rank's flat array, None for no bytes.
-            wanted: (rank, first byte of its stream, where to put the bytes) for every part.
-            digest: of the call.
-            deadline: the limit of every wait.
-            longest: bytes of the longest stream of all ranks, equal on all of them.
-            kept: bytes of the stream that nobody else wants, from the first to before the second.
+            stream: this rank's flat array; None for no bytes.
+            wanted: (rank, first byte of its stream, destination array) of every part.
+            digest: hash of the call's description.
+            deadline: limit of every wait.
+            longest: bytes of the longest stream of all ranks, equal on all ranks.
+            kept: first byte, and byte after the last, that no other rank reads.
+
+        Returns:
+            whether the digests of all ranks agree.
         """
         rows = [(r, first, first + a.nbytes, address(a)) for r, first, a in wanted if a.nbytes]
         nbytes = 0 if stream is None else stream.nbytes
@@ -319,12 +338,17 @@ class Engine:
         self, nbytes: int, rows: CopyTable, digest: int, longest: int,
         kept: tuple[int, int] = (0, 0), detail: int = 0,
     ) -> KernelCall:  # fmt: skip
-        """Prepare to `publish` so many bytes; as `plan_allreduce`.
+        """Prepare to `publish` a stream of `nbytes`.
 
-        Rows go to places counted from the address of the result; the rest as for `publish`. What
-        ranks know of the call beside its digest, by a hash, is its `detail`, 0 on all of them if
-        there is none: where they differ in that alone nothing moves, the block's
-        `detail_mismatch` is set, and it is no error.
+        Args:
+            nbytes: bytes of this rank's stream.
+            rows: destinations are in bytes from the address of the result.
+            digest: as for `publish`, and so are `longest` and `kept`.
+            longest: as for `publish`.
+            kept: as for `publish`.
+            detail: hash of facts beyond the digest; 0 on all ranks if there are none. If only the
+                details differ, nothing is copied and the block's `detail_mismatch` is set; that is
+                not an error.
         """
         table = np.array(rows, COPY)
         block = self._block(digest, None, None)
@@ -339,15 +363,16 @@ class Engine:
         return KernelCall(_kind(kind), block, (table,))
 
     def run(self, work: KernelCall, deadline: Deadline, status: int | None = None) -> bool:
-        """Go on with a call until it is done; False if the ranks disagree about it.
+        """Drive a call until it is done; return False if the ranks' calls differ.
 
         Args:
             work: the call.
-            deadline: the limit of every wait.
-            status: what the kernel returned, if it has been called.
+            deadline: limit of every wait.
+            status: status that the kernel returned, if the caller has called it.
 
         Raises:
-            CollectiveTimeout: a rank has not come in time.
+            CollectiveTimeout: a rank did not enter the call in time.
+            PeerFailure: a rank has died, or an awaited rank has left.
         """
         kernel, block = work.kernel, ctypes.addressof(work.block)
         self.driven += 1
@@ -355,7 +380,7 @@ class Engine:
             status = kernel(block)
         before: tuple[int, int] | None = None
         while status == WAITING:
-            # What comes after a long wait is quick again, so that each thing has a wait of its own.
+            # Each phase and round has a backoff of its own, which begins with short pauses.
             progress = work.block.phase, work.block.done_rounds
             if progress != before:
                 before, wait = progress, self.peers.backoff()
@@ -364,16 +389,16 @@ class Engine:
         return status in (DONE, NOTED)
 
     def enable_tracing(self, wanted: bool) -> None:
-        """Note from now on when calls begin, wait and end, or do so no more."""
+        """Record from now on when calls begin, wait and end, or stop recording."""
         if wanted and self._trace is None:
-            self._trace = Trace()  # kept when tracing ends, because a call may be under way
+            self._trace = Trace()  # kept when tracing ends, because a call may still write to it
             self._events = np.frombuffer(self._trace.events, np.int64).reshape(MAX_EVENTS, -1).data
         if wanted:
             self._trace.count = self._trace.wait_began = 0
         self._state.trace = ctypes.addressof(self._trace) if wanted else 0
 
     def noted(self) -> list[Event]:
-        """Return the events since the last call of this method."""
+        """Return the events since the last call of this method, at most `MAX_EVENTS`."""
         if self._trace is None:
             return []
         count, self._trace.count = self._trace.count, 0
@@ -383,7 +408,7 @@ class Engine:
     def _block(
         self, digest: int, send: Array | None, out: Array | None, op: Op | None = None
     ) -> Any:
-        """Describe a call as far as all kinds of calls are alike."""
+        """Return a block with the fields that all kinds of calls share."""
         block = Block.from_buffer_copy(self._template)
         block.hash = digest
         block.send = 0 if send is None else address(send)

@@ -1,7 +1,7 @@
 """Watch the other ranks of a node during a wait: pause, and raise where one has died or left.
 
-Ranks that share memory send nothing, so each keeps a sign of life that the kernel of the system
-takes back when its process ends (`collectives.transport.liveness`).
+Ranks that share memory exchange no messages, so MPI does not report a death. Each rank holds a file
+lock that the kernel releases when the process ends (`collectives.transport.liveness`).
 """
 
 from __future__ import annotations
@@ -21,15 +21,15 @@ if TYPE_CHECKING:
 
 __all__ = ["PeerWatch", "start"]
 
-# The nap of a thread that waits in the background while its rank computes, and cores are few: about
-# a meeting's share of the time in which a bucket of 4 MiB is reduced.
+# Nap of a background thread while its rank computes and cores are scarce: about the synchronization
+# share of the time in which a bucket of 4 MiB is reduced.
 _BACKGROUND_NAP_SECONDS = 0.0002
 
 
 def start(transport: Transport, directory: str, deadline: Deadline) -> PeerWatch:
-    """Watch the ranks of a group on one node; *collective*.
+    """Start to watch the ranks of a group on one node; *collective*.
 
-    Where signs of life are not possible for one rank, no rank has them.
+    If file locks fail on one rank, no rank uses them.
     """
     path, own, problem = "", None, ""
     with contextlib.ExitStack() as stack:
@@ -51,33 +51,32 @@ def start(transport: Transport, directory: str, deadline: Deadline) -> PeerWatch
 
 
 class PeerWatch:
-    """The other ranks of a node, as far as a rank that waits for them can tell.
+    """Detection of ranks of a node that have died or left, for the waits of one rank.
 
     Args:
-        transport: the ranks. Where it is a part of a larger group, errors name ranks by their
-            numbers there.
-        living: signs of life; None where they are not possible.
+        transport: the ranks. Errors name ranks by their numbers in its parent group.
+        living: file locks of the ranks; None if unavailable.
 
     Attributes:
-        last_call: tells what a rank did last, for errors: "after allreduce #2 at train.py:5".
+        last_call: returns a rank's last call, for errors: "after allreduce #2 at train.py:5".
     """
 
     def __init__(self, transport: Transport, living: liveness.Liveness | None) -> None:
         self._transport = transport
         self._is_part = transport.parent is not transport
         self._living = living
-        self._gone: tuple[int, Backoff] | None = None  # rank that has left, and in which wait
+        self._gone: tuple[int, Backoff] | None = None  # rank that has left, and the wait
         self.last_call: Callable[[int], str] = str
         # Whether the ranks have too few cores for a second busy thread each.
         self._two_are_many = 2 * transport.size > (os.cpu_count() or 1)
 
     def backoff(self) -> Backoff:
-        """Begin a wait: where a thread of the same rank computes, it needs a core."""
+        """Begin a wait; a background thread naps if its rank's other thread needs the core."""
         in_background = self._two_are_many and this_thread.stop is not None
         return Backoff(_BACKGROUND_NAP_SECONDS if in_background else 0.0)
 
     def pause(self, missing: int, deadline: Deadline, wait: Backoff) -> None:
-        """Pause in a wait for a rank.
+        """Pause once during a wait for a rank.
 
         Raises:
             CollectiveTimeout: the deadline has passed.
@@ -89,22 +88,22 @@ class PeerWatch:
             f"{whole.name([number])} to enter the call", (number,), has_come=False
         )
         deadline.check(whole, [absent])
-        if self._is_part:  # other nodes may wait for what this rank has sent
+        if self._is_part:  # other nodes may wait for messages that MPI still holds
             self._transport.progress()
         if wait.pause():
             self._check(missing, deadline.operation, wait)
 
     def dead(self) -> list[int]:
-        """Return the ranks that have died, by their numbers in the whole group."""
+        """Return the ranks that have died, by their numbers in the parent group."""
         dead = [] if self._living is None else self._living.dead()
         if dead:
             liveness.arm()
         return [self._transport.parent_rank(rank) for rank in dead]
 
     def _check(self, missing: int, operation: str, wait: Backoff) -> None:
-        """Raise `PeerFailure` if a rank has died, or one that has not come has left."""
+        """Raise `PeerFailure` if a rank has died, or if the missing rank has left."""
         whole = self._transport.parent
-        if dead := self.dead():  # however the job was launched
+        if dead := self.dead():  # works under any launcher
             raise PeerFailure(f"{operation}: {whole.name(dead)} died ({whole.where})")
         self._transport.check_peers(operation, [missing])
         gone = "" if self._living is None else self._living.exited(missing)
@@ -113,10 +112,10 @@ class PeerWatch:
             self._transport.propagate_failure(missing, how)
             name = whole.name([self._transport.parent_rank(missing)])
             raise PeerFailure(f"{operation}: {name} {how} ({whole.where})")
-        # Not before the next look: it may have come, and left, since the kernel last looked.
+        # Raise only at the second look: the rank may have entered and left since the last poll.
         self._gone = (missing, wait) if gone else None
 
     def close(self) -> None:
-        """Take back this rank's sign of life."""
+        """Release this rank's file lock."""
         if self._living is not None:
             self._living.close()

@@ -1,30 +1,30 @@
 """Reduction kernels of the node engine, compiled by numba: fill, wait, combine.
 
-Each kind of call (`one_shot` ...) works until it is done or has waited for long; kinds that only
-move bytes are in `collectives.node.copy_kernels`. Elements are combined in
-`collectives.node.tiles`, by loops whose addresses the block holds; so each kind is compiled once,
-whatever the dtype. `collectives.node.control_block` explains blocks, headers and slots.
+A kernel (`one_shot`, ...) runs until its call is done or a wait has polled for long.
+`collectives.node.copy_kernels` has the kernels that only move bytes. `collectives.node.tiles`
+combines elements by loops whose addresses the block holds, so each kernel is compiled once for all
+dtypes. `collectives.node.control_block` explains blocks, headers and slots.
 
 Round k uses slot k mod 2 of every rank. In a round each rank
 
     1. fills its slot, then stores k in `filled` of its header,
     2. waits until `filled` >= k on all ranks,
-    3. reads the slots of others;
-    4. where it makes something that others read: writes it to its slot, stores k in `ready` of its
-       header, waits until `ready` >= k on all ranks, and reads what the others have made.
+    3. reads the slots of other ranks;
+    4. if it makes a result for other ranks: writes the result to its slot, stores k in `ready` of
+       its header, waits until `ready` >= k on all ranks, and reads the other ranks' results.
 
-Why a slot may be filled again in round k + 2: before that its rank has seen either `ready` >= k, or
-`filled` >= k + 1, on all ranks, and each of them stores these only after it has read all that it
-needs of round k. A header has two hashes, by the parity of a call's first round, because a rank
-that is one call ahead must not overwrite the hash that a slow rank still compares.
+A slot may be refilled in round k + 2. By then its rank has seen `ready` >= k or `filled` >= k + 1
+on all ranks, and each rank stores either only after it has read all it needs of round k. A header
+has two hashes, selected by the parity of a call's first round: a rank that is one call ahead must
+not overwrite the hash that a slow rank still compares.
 
-[Words] in brackets name the steps of the model in `tests/unit/node/protocol.py`, which tries every
-order in which processors may take them: what one of the two does for others, the other does, too.
+[Words] in brackets name the steps of the model in `tests/unit/node/protocol.py`. The model tries
+every order in which processors may execute the steps.
 """
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import Any
 
 import numpy as np
@@ -69,16 +69,18 @@ from collectives.node.tiles import (
     save,
 )
 
-__all__ = ["direct", "make", "one_shot", "pipelined", "shared"]
+__all__ = ["all_words", "direct", "make", "one_shot", "pipelined", "shared"]
 
-# Bytes that two ranks hand over at a time, each adding all that the other brings: a slot, but less
-# of arrays that are longer than what their cores' caches keep of them. How many times as fast as
-# pipelined, in place, two cores of a Zen 3 that share a cache: by slots of 512 KiB, 512 KiB 1.11 to
-# 1.19, 1 MiB 1.09 to 1.15, 4 MiB 1.08 to 1.17, 8 MiB 1.07 to 1.20, 16 MiB 0.94 to 0.98; by 128 KiB,
-# 4 MiB 0.87, 12 MiB 1.11, 16 MiB 1.15, 64 MiB 1.04; by 64 KiB, 16 MiB 1.08, 64 MiB 0.96 to 1.07.
-# Where they share none: by 512 KiB, 8 MiB 0.97 to 1.00, 16 MiB 1.04; by 256 KiB, 1 MiB 1.10, 4 MiB
-# 1.12, 16 MiB 1.17; by 128 KiB, 16 and 64 MiB 0.99 to 1.01; by 32 KiB, 16 MiB 0.92. Elsewhere than
-# in place, by 512 KiB, sharing: 512 KiB to 2 MiB 0.90 to 0.91, 16 MiB 0.72.
+# Bytes that two ranks exchange per round of `direct`: a slot, but less of arrays that exceed the
+# caches of their cores. Speed over pipelined, in place, on two cores of a Zen 3:
+#     with a common cache, by 512 KiB: 512 KiB 1.11 to 1.19, 1 MiB 1.09 to 1.15, 4 MiB 1.08 to 1.17,
+#       8 MiB 1.07 to 1.20, 16 MiB 0.94 to 0.98
+#     by 128 KiB: 4 MiB 0.87, 12 MiB 1.11, 16 MiB 1.15, 64 MiB 1.04
+#     by 64 KiB: 16 MiB 1.08, 64 MiB 0.96 to 1.07
+#     without one, by 512 KiB: 8 MiB 0.97 to 1.00, 16 MiB 1.04
+#     by 256 KiB: 1 MiB 1.10, 4 MiB 1.12, 16 MiB 1.17
+#     by 128 KiB: 16 and 64 MiB 0.99 to 1.01; by 32 KiB: 16 MiB 0.92
+# Out of place, by 512 KiB, with a common cache: 512 KiB to 2 MiB 0.90 to 0.91, 16 MiB 0.72.
 _LONG_BYTES, _HANDED_OVER_OF_LONG = 1 << 23, 1 << 17
 
 
@@ -112,13 +114,13 @@ def one_shot(address: int) -> int:
 
 @njit
 def _piece(block: Any) -> int:
-    """Return the bytes of a piece: a rank's part of a slot, in whole cache lines."""
+    """Return the bytes of a piece: one rank's share of a slot, in whole cache lines."""
     return block.slot_bytes // block.size // 64 * 64
 
 
 @njit
 def _span(block: Any, owner: int, turn: int) -> tuple[int, int]:
-    """Return the first element of a piece of a rank's chunk, and how many it has."""
+    """Return the first element of a piece of a rank's chunk, and its number of elements."""
     bounds = carray(pointer(block.bounds), block.size + 1, np.int64)
     length = _piece(block) // block.itemsize
     start = bounds[owner] + turn * length
@@ -127,7 +129,7 @@ def _span(block: Any, owner: int, turn: int) -> tuple[int, int]:
 
 @njit
 def _round_count(block: Any) -> int:
-    """Return the rounds that the longest chunk needs."""
+    """Return the number of rounds that the longest chunk needs, at least 1."""
     bounds = carray(pointer(block.bounds), block.size + 1, np.int64)
     longest = 1
     for owner in range(block.size):
@@ -137,7 +139,7 @@ def _round_count(block: Any) -> int:
 
 @njit
 def _number(block: Any, turn: int) -> int:
-    """Return the number of a round of a call that has several."""
+    """Return the number of a round of a call with several rounds."""
     return block.first_round + block.sync_rounds + turn
 
 
@@ -147,7 +149,7 @@ def _contribute(block: Any, turn: int) -> None:
     number = _number(block, turn)
     own = slot(block, block.rank, number)
     for owner in range(block.size):
-        if owner != block.rank:  # the own part is read where it is
+        if owner != block.rank:  # the own piece is read from `send`
             start, n = _span(block, owner, turn)
             dest = own + owner * _piece(block)
             fill(block, dest, block.send + start * block.itemsize, n)
@@ -156,7 +158,7 @@ def _contribute(block: Any, turn: int) -> None:
 
 @njit
 def _begin_pieces(block: Any) -> None:
-    """Fill the slot for the first round of pieces, and say how the result is stored."""
+    """Fill the slot for the first round of pieces, and choose how the result is stored."""
     elsewhere = block.send != block.out and block.want == WANT_ALL
     begin_result(block, block.count * block.itemsize if elsewhere else 0)
     _contribute(block, 0)
@@ -165,7 +167,7 @@ def _begin_pieces(block: Any) -> None:
 
 @njit
 def _combine_piece(block: Any, turn: int) -> None:
-    """Combine the own piece of all ranks, and put it where the others look for it."""
+    """Combine all ranks' copies of the own piece, and store the result for the other ranks."""
     number, me, width = _number(block, turn), block.rank, block.itemsize
     place = me * _piece(block)
     start, count = _span(block, me, turn)
@@ -196,12 +198,12 @@ def _collect(block: Any, turn: int) -> None:
             start, n = _span(block, owner, turn)
             source = slot(block, owner, number) + owner * _piece(block)  # [take]
             write_result(block, block.out + start * width, source, n * width, False)
-    fence()  # [results] that were stored past the caches
+    fence()  # [results] orders streaming stores of results before the next flag
 
 
 @njit
 def _continue_pipelined(block: Any) -> int:
-    """Go on with `pipelined`, whose first contribution is in the slot."""
+    """Run the rounds of `pipelined`, whose first contribution is in the slot."""
     total = _round_count(block)
     while block.done_rounds < total:
         turn = block.done_rounds
@@ -210,7 +212,7 @@ def _continue_pipelined(block: Any) -> int:
                 return WAITING
             if turn == 0 and not hashes_match(block):  # [hashes]
                 return end(block, MISMATCH, 1)
-            if turn + 1 < total:
+            if turn + 1 < total:  # before combining: other ranks can then enter the next round
                 _contribute(block, turn + 1)
             _combine_piece(block, turn)
             block.phase = 2
@@ -228,9 +230,10 @@ def _continue_pipelined(block: Any) -> int:
 def pipelined(address: int) -> int:
     """Reduce arrays of any size: each rank combines its chunk, piece by piece.
 
-    Round j of the call handles the j-th piece of every chunk. While a rank waits for the others'
-    results of one round, its contributions to the next are in its other slot already. A piece has
-    its place in a slot by its owner: what others bring for it, and in the owner's slot the result.
+    Round j of the call handles piece j of every chunk. Before a rank waits for the results of a
+    round, it stores its contributions to the next round in its other slot. A piece has a fixed
+    place in a slot, by its owner. In other ranks' slots the place holds their contributions, in the
+    owner's slot the result.
     """
     block = record(address, BLOCK)
     if block.phase == 0:
@@ -242,7 +245,7 @@ def pipelined(address: int) -> int:
 
 @njit
 def _handed_over(block: Any) -> int:
-    """Return the bytes that go into a slot in a round of `direct`."""
+    """Return the bytes that each rank stores in its slot in a round of `direct`."""
     if block.count * block.itemsize <= _LONG_BYTES:
         return block.slot_bytes
     return min(block.slot_bytes, _HANDED_OVER_OF_LONG)
@@ -250,7 +253,7 @@ def _handed_over(block: Any) -> int:
 
 @njit
 def _continue_direct(block: Any) -> int:
-    """Go on with `direct`, slot by slot."""
+    """Run the rounds of `direct`, slot by slot."""
     length = _handed_over(block) // block.itemsize
     total = -(-block.count // length)
     while block.done_rounds < total:
@@ -273,11 +276,11 @@ def _continue_direct(block: Any) -> int:
 
 
 def direct(address: int) -> int:
-    """Reduce arrays of two ranks, each of which brings all that it has, a slot at a time, and adds.
+    """Reduce arrays of two ranks: each rank publishes its whole array and adds both.
 
-    As many bytes as by pieces go from core to core, with half of the waits; but each rank reads its
-    own array twice. That pays where the result takes its place. So the ranks meet before, say
-    whether it does (`detail`), and go on as `pipelined` where it does not for one of them.
+    As many bytes pass between the cores as with pieces, with half of the waits; but each rank reads
+    its own array twice. That pays if the result overwrites the input. So the ranks first exchange
+    whether it does (`detail`). If it does not on one rank, both run `pipelined` instead.
     """
     block = record(address, BLOCK)
     if block.phase == 0:
@@ -319,9 +322,9 @@ def _combine_shared(block: Any) -> None:
 
 
 def shared(address: int) -> int:
-    """Reduce arrays that lie in shared memory, in place: no copy at all.
+    """Reduce arrays in shared memory in place, without copies.
 
-    Each rank combines its chunk of all arrays and writes the result into all of them.
+    Each rank combines its chunk of all arrays, and writes the result into all of them.
     """
     block = record(address, BLOCK)
     if block.phase == 0:
@@ -342,13 +345,18 @@ def shared(address: int) -> int:
     return end(block, DONE, 1)
 
 
+def all_words() -> Iterator[tuple[str, ...]]:
+    """Yield the words of all kernels."""
+    return ((kind,) for kind in _KINDS)
+
+
 def make(symbol: str, kind: str) -> bytes:
-    """Return an object file with a kind of call; arguments as `machine_code.load`."""
+    """Return an object file with a kernel; arguments as `machine_code.load`."""
     return numba_compiler.python_code(_record_times(_KINDS[kind]), symbol, arguments=3)
 
 
 def _record_times(kind: Callable[[int], int]) -> Callable[[int, int, int], int]:
-    """Let a kind of call record when it begins and ends, if it is given where, and its number."""
+    """Return a kernel that also records its times, if it gets the address of a CALL_TIMES."""
     work: Any = njit(kind)
 
     def run(address: int, times: int, number: int) -> int:

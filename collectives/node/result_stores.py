@@ -1,13 +1,13 @@
 """Plain or streaming stores for results, chosen by measurement.
 
-A plain store fetches the line first; where the caches have it, that is the fastest way, and the
-result is at hand afterwards. Of a result that is larger than what they keep from call to call each
-line comes from memory to be overwritten, which a store past the caches spares. How much they keep
-depends on the processor, on what else the ranks do between two calls, and in a virtual machine on
-its neighbours. So each rank times its own copies where a call is made again and again, some calls
-by either way, and goes on by the faster one. Nobody else has to know, and the bits are the same.
+A plain store fetches the line first. That is fastest where the caches hold the line, and the result
+is cached afterwards. A result larger than the caches comes from memory line by line, only to be
+overwritten; a store past the caches saves that read. How much the caches keep depends on the
+processor, on the work between two calls, and in a virtual machine on its neighbours. So each rank
+times its own copies of repeated calls, some calls in either mode, and keeps the faster mode. The
+other ranks need not know, and the bits are the same.
 
-    two near cores of a Zen 5, 32 MiB of cache, us of a call, plainly / past the caches
+    two near cores of a Zen 5, 32 MiB of cache, us of a call, plain / streaming stores
                      4 MiB        8 MiB       16 MiB         32 MiB         64 MiB
     all-reduce   317 / 367    648 / 737  1670 / 1682    4130 / 3856    8588 / 8019
     all-gather   151 / 194    305 / 382    663 / 787    1851 / 1678    4491 / 3425
@@ -28,31 +28,31 @@ from collectives.node.synchronization import now, state
 
 __all__ = ["PERIOD", "TRIALS", "begin_result", "end_result", "write_result"]
 
-# Bytes of a result from which on a comparison is worth it, and from which on it is stored past the
-# caches where none has been made, or the ways of storing are set.
+# Bytes of a result from which a comparison pays, and from which results are streamed without one:
+# before the first comparison, or where a setting fixes the mode.
 _COMPARED_BYTES, _STREAMED_BYTES = 1 << 22, 1 << 25
 
-# Calls in a row by either way, of which the fastest counts: after the first the caches hold what
-# they hold in a row of such calls, and the process may have been interrupted in another one. And
-# calls from one comparison to the next, so that the slower way costs less than 1 %.
+# Consecutive calls in each mode; the fastest counts, because the first call runs with the caches of
+# the other mode, and any call may be interrupted. PERIOD calls from one comparison to the next keep
+# the cost of the slower mode below 1 %.
 TRIALS, PERIOD = 3, 1024
 
 
 @njit
 def begin_result(block: Any, nbytes: int) -> None:
-    """Begin a call that brings so many bytes: say how they are stored.
+    """Begin a call whose result has `nbytes`, and choose its store mode.
 
-    Where it is one of several, whose results all are used later, these count together.
+    The results of a grouped operation count together, because they are used together later.
     """
     if nbytes:
         nbytes = max(nbytes, block.result_group_bytes)
     block.result_timed = False
     block.result_mode = STREAMING if nbytes >= _STREAMED_BYTES else UNKNOWN
     if nbytes < _COMPARED_BYTES or state(block).store_forced or block.tune_timed:
-        return  # one comparison after the other: how slots were filled tells on who reads them
+        return  # one comparison at a time: slot stores change the time of readers
     call = block.result_calls
     block.result_calls = call % PERIOD + 1
-    if call == 0:  # the result may lie in new pages
+    if call == 0:  # the first call may touch new pages
         return
     if call <= 2 * TRIALS:
         block.result_timed = True
@@ -68,10 +68,14 @@ def begin_result(block: Any, nbytes: int) -> None:
 
 @njit
 def write_result(block: Any, dest: int, source: int, nbytes: int, far: bool) -> None:
-    """Copy a part of it to where the caller wants it.
+    """Copy a part of the result to its destination.
 
-    `far` where it comes from a core that shares no cache with this one, and nothing else is known:
-    then it goes past them.
+    Args:
+        block: the call.
+        dest: address in the result.
+        source: address of the bytes.
+        nbytes: bytes to copy.
+        far: whether the source is a core without a common cache; streams if the mode is UNKNOWN.
     """
     began = now(block) if block.result_timed else 0
     if block.result_mode == STREAMING or (block.result_mode == UNKNOWN and far):
@@ -84,7 +88,7 @@ def write_result(block: Any, dest: int, source: int, nbytes: int, far: bool) -> 
 
 @njit
 def end_result(block: Any) -> None:
-    """End a call that has brought all of it."""
+    """End a call after its whole result is stored, and record the time."""
     if block.result_timed:
         best, took = block.result_best_ns, max(1, block.result_ns)
         best[block.result_mode] = min(best[block.result_mode] or took, took)

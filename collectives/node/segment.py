@@ -1,10 +1,11 @@
 """Shared memory segment of one node.
 
-A segment is a file in a folder of its own in `/dev/shm` (`collectives.node.temporary_directories`),
-mode 0600, mapped by all ranks and unlinked as soon as all have mapped it: when the last rank ends,
-however it ends, nothing is left. A rank 0 that is killed before has its folder removed by the next
-that makes one. All pages are allocated at once, so that too little memory is an error here and not
-a SIGBUS later, each rank's part by itself, so that it lies in the memory of the rank's own socket.
+A segment is a file in a directory of its own in `/dev/shm`
+(`collectives.node.temporary_directories`), mode 0600. The ranks unlink it once all have mapped it,
+so nothing is left when the last rank exits, even after a kill. If rank 0 is killed earlier, the
+next rank that creates a directory there removes the stale one. All pages are allocated at once, so
+that too little memory raises an error instead of a SIGBUS later. Each rank allocates its own part,
+which places the pages on the rank's NUMA node.
 """
 
 from __future__ import annotations
@@ -31,19 +32,19 @@ _TEXT_BYTES = 256
 def create(
     transport: Transport, common: int, each: int, directory: str, deadline: Deadline
 ) -> Array | None:
-    """Make a segment; *collective* over the ranks of `transport`, which are on one node.
+    """Create a segment; *collective* over the ranks of `transport`, which are on one node.
 
     Args:
         transport: the ranks.
-        common: bytes in front that belong to nobody, equal on all ranks; whole pages.
-        each: bytes of each rank's part, one after the other, equal on all ranks; whole pages.
-        directory: a file system in memory, equal on all ranks.
-        deadline: the limit of every wait.
+        common: bytes at the start that belong to no rank, equal on all ranks; whole pages.
+        each: bytes of each rank's part, in rank order, equal on all ranks; whole pages.
+        directory: a directory on a file system in memory, equal on all ranks.
+        deadline: limit of every wait.
 
     Returns:
-        shape (common + size * each,), uint8, zeros, page-aligned, the same memory on all ranks; it
-        is unmapped when the last view of it is gone. None on all ranks where any of them could not
-        map it; the reason is logged once.
+        shape (common + size * each,), uint8, zeros, page-aligned, the same memory on all ranks;
+        unmapped with its last view. None on all ranks if one of them could not map it; the reason
+        is logged once.
     """
     nbytes = common + transport.size * each
     own = common + transport.rank * each, each
@@ -73,7 +74,7 @@ def create(
 
 
 def _room(directory: str, nbytes: int) -> str:
-    """Compare the room that is needed with the size of the file system."""
+    """Return a text that compares the bytes needed with the free space of the file system."""
     needed = -(-nbytes >> 20)
     try:
         facts = os.statvfs(directory)
@@ -109,14 +110,14 @@ def _open(path: str, nbytes: int, own: tuple[int, int]) -> Array:
 
 
 def _map(descriptor: int, nbytes: int, own: tuple[int, int]) -> Array:
-    """Map a file after allocating this rank's part, an offset and a length, of it."""
+    """Map a file, after allocating this rank's part of it: (offset, length)."""
     if own[1]:
         os.posix_fallocate(descriptor, *own)
     return np.frombuffer(mmap.mmap(descriptor, nbytes), np.uint8)
 
 
 def broadcast_text(transport: Transport, text: str, deadline: Deadline) -> str:
-    """Return rank 0's text, of at most 256 bytes, on all ranks."""
+    """Return rank 0's text, cut at 256 bytes, on all ranks."""
     line = _encode(text)
     if transport.rank == 0:
         for rank in range(1, transport.size):
@@ -127,7 +128,7 @@ def broadcast_text(transport: Transport, text: str, deadline: Deadline) -> str:
 
 
 def first_error(transport: Transport, problem: str, deadline: Deadline) -> str:
-    """Return the problem of the lowest rank that has one, on all ranks."""
+    """Return the problem of the lowest rank that has one, on all ranks; "" if none has one."""
     first = problem
     line = _encode(problem)
     if transport.rank == 0:
@@ -137,6 +138,7 @@ def first_error(transport: Transport, problem: str, deadline: Deadline) -> str:
                 first = f"{transport.parent.name([transport.parent_rank(rank)])}: {_decode(line)}"
     else:
         transport.send(line, 0, deadline)
+    # Rank 0 has entered: it has received from, or now waits for, the other ranks.
     before, deadline.peer_has_come = deadline.peer_has_come, True
     found = broadcast_text(transport, first, deadline)
     deadline.peer_has_come = before

@@ -1,8 +1,7 @@
 """Registry of shared arrays: one array per rank, addressable by every rank of the node.
 
-The ranks make them together, so that all know them by the same numbers. An array that a call is
-given is looked for by its address: a slice of a shared array is in shared memory, too.
-
+Ranks create shared arrays collectively, so an array has the same number on all ranks. A call looks
+its array up by address, so a slice of a shared array also counts as shared.
     segment of a shared array of 3 ranks     | rank 0's part | rank 1's part | rank 2's part |
                                              0               stride          2 stride
 """
@@ -24,7 +23,7 @@ _PAGE = 4096
 
 
 class SharedLocation(NamedTuple):
-    """A place in shared memory: the number of the shared array, and the bytes before the place."""
+    """A place in shared memory: the number of a shared array, and an offset in bytes."""
 
     number: int
     offset: int
@@ -39,8 +38,8 @@ class _Shared(NamedTuple):
 class SharedArrays:
     """The shared arrays of a group of ranks on one node.
 
-    Each rank unmaps an array as soon as its program has dropped the array; the memory is free once
-    all ranks have. Numbers are never reused, so that a plan of an array never fits a later array.
+    A rank unmaps an array when its program drops the last view. The memory is free once all ranks
+    have done so. Numbers are never reused, so a plan for a dropped array never matches a later one.
     """
 
     def __init__(self, rank: int, size: int) -> None:
@@ -55,10 +54,10 @@ class SharedArrays:
     def create(
         self, nbytes: int, transport: Transport, directory: str, deadline: Deadline
     ) -> Array | None:
-        """Make memory that all ranks can reach; *collective*.
+        """Allocate memory that all ranks can address; *collective*.
 
         Returns:
-            shape (nbytes,), uint8: this rank's own part; None on all ranks if there is no room.
+            shape (nbytes,), uint8: this rank's part; None on all ranks if memory is short.
         """
         stride = max(_PAGE, -(-nbytes // _PAGE) * _PAGE)
         memory = segment.create(transport, 0, stride, directory, deadline)
@@ -71,14 +70,14 @@ class SharedArrays:
         return memory[stride * self._rank : stride * self._rank + nbytes]
 
     def is_dropped(self, key: object) -> bool:
-        """Return whether a plan's key contains the place of a dropped array."""
+        """Return whether a plan's key refers to a dropped array."""
         places = (
             [part for part in key if isinstance(part, SharedLocation)] if type(key) is tuple else []
         )
         return any(place.number not in self._all for place in places)
 
     def views_of_all_ranks(self, place: SharedLocation, like: Array) -> list[Array]:
-        """Return what all ranks have at a place, as flat arrays like `like`."""
+        """Return all ranks' data at a place, as flat arrays with the size and dtype of `like`."""
         shared, _, stride = self._all[place.number]
         memory = shared()
         assert memory is not None  # the caller has a view of it
@@ -86,18 +85,18 @@ class SharedArrays:
         return [memory[at : at + like.nbytes].view(like.dtype) for at in starts]
 
     def addresses(self, place: SharedLocation) -> Array:
-        """Return the addresses at which all ranks have a place, shape (size,), int64."""
+        """Return the addresses of a place on all ranks, shape (size,), int64."""
         return np.array([base + place.offset for base in self._all[place.number].bases], np.int64)
 
     def location_of_pair(self, array: Array, out: Array | None = None) -> SharedLocation | None:
-        """Say where an array that is changed in place lies.
+        """Return the place of an array that an operation changes in place.
 
         Args:
             array: flat.
-            out: where its change goes; the array itself if None.
+            out: destination of the result; None for the array itself.
 
         Returns:
-            None if it lies in other memory, or if `out` does not begin where it does.
+            None if the array is not in shared memory, or if `out` begins at another address.
         """
         if not self._all or not array.size:
             return None
@@ -107,10 +106,11 @@ class SharedArrays:
         return self.location_at(start, array.nbytes)
 
     def location_at(self, start: int, nbytes: int) -> SharedLocation | None:
-        """As `location_of_pair` an array that begins at an address."""
+        """Return the place of `nbytes` at an address; None if they are not in one shared array."""
         for number, shared in self._all.items():
             offset = start - shared.bases[self._rank]
             fits = offset >= 0 and 0 < nbytes <= shared.stride - offset
-            if fits and shared.memory() is not None:  # dropped: other memory may have its addresses
+            # A dropped array's addresses may belong to other memory by now.
+            if fits and shared.memory() is not None:
                 return SharedLocation(number, offset)
         return None

@@ -1,10 +1,9 @@
 """Autotuner of store instructions for repeated calls: times both kinds, keeps the faster.
 
-On all ranks the same ones, and the slowest rank decides, since who reads pays for how others have
-stored. On a machine whose host halves at times what its cores hand over, a line takes 150 ns then
-(`collectives.node.core_probe`), and yet the plain way is the better one, us plainly / past the
-caches:
-
+All ranks compare the same calls, and the slowest rank decides, because the stores of one rank
+change the time of the ranks that read them. Core distance alone does not decide: on a machine whose
+host sometimes halves the rate between cores, a line then takes 150 ns
+(`collectives.node.core_probe`), yet plain stores remain faster. In us, plain / streaming:
                      64 KiB      256 KiB        1 MiB        4 MiB         16 MiB
     all-reduce    4.3 / 4.9  13.9 / 16.4  55.8 / 64.9  222 / 253  1009 / 1125
     broadcast     4.9 / 6.3  10.7 / 13.3  35.2 / 43.5  131 / 165   524 /  650
@@ -33,24 +32,25 @@ __all__ = [
     "PERIOD", "SOONER", "TRIALS", "begin_stores", "count_waits", "end_stores", "best_mode",
 ]  # fmt: skip
 
-# Bytes of an array that is worth a comparison. Calls in a row by either way, of which the fastest
-# counts; the first of all, which may touch new pages, is none of them. Calls from one comparison to
-# the next, so that the slower way costs less than 1 %, and where nothing is known of the place.
+# Bytes from which a comparison pays. TRIALS consecutive calls run in each mode, and the fastest
+# counts; the first call of a comparison may touch new pages and is not timed. PERIOD calls from one
+# comparison to the next keep the cost of the slower mode below 1 %; SOONER calls while the faster
+# mode at this core distance is unknown.
 _COMPARED_BYTES = 1 << 16
 TRIALS, PERIOD, SOONER = 3, 512, 32
 
-# What the other way must take of the time of the usual one: where ranks share cores, some process
-# is interrupted in every call.
+# The other mode must take at most this share of the usual mode's time, because some process is
+# interrupted in every call where ranks share cores.
 _CLEARLY = 0.95
 
-# Bytes of a row of the durations in a header, and of what comes before the times in it.
+# Bytes of a row of the durations in a header, and of the fields before its times.
 _ROW_BYTES = DURATION.itemsize
 _NS = offsets(DURATION).ns
 
 
 @njit
 def best_mode(block: Any) -> int:
-    """Return the way that is better here, as far as is known."""
+    """Return the faster mode at this core distance, or the default before a comparison."""
     own = state(block)
     known = block.tune_best_mode[own.core_distance]
     return known - 1 if known else own.default_mode[own.core_distance]
@@ -58,11 +58,14 @@ def best_mode(block: Any) -> int:
 
 @njit
 def begin_stores(block: Any, nbytes: int) -> None:
-    """Begin a call: say how slots are filled from now on.
+    """Begin a call, and choose how it fills slots.
 
-    `nbytes` are those that decide whether it is worth a comparison, the same on all ranks; a call
-    of 0 never is. Nothing is under way that was stored otherwise: after what it puts, each call
-    tells so.
+    No earlier store is pending in the other mode, because each call publishes a flag after its
+    stores.
+
+    Args:
+        block: the call.
+        nbytes: bytes that decide whether a comparison pays, equal on all ranks; 0 for never.
     """
     own = state(block)
     block.tune_timed = 0
@@ -76,14 +79,14 @@ def begin_stores(block: Any, nbytes: int) -> None:
         if block.tune_active and 2 <= turn <= 1 + 2 * TRIALS:
             _begin_trial(block, turn)
             return
-        if block.tune_active and turn == 3 + 2 * TRIALS:  # after all ranks have ended the last one
+        if block.tune_active and turn == 3 + 2 * TRIALS:  # all ranks have ended the last trial
             _decide(block)
     own.store_mode = best_mode(block)
 
 
 @njit
 def _begin_trial(block: Any, turn: int) -> None:
-    """Begin a call of a comparison, which counts only where this rank does not move in it."""
+    """Begin a timed call of a comparison; a change of core distance restarts the comparison."""
     own = state(block)
     if turn == 2 or block.tune_distance != own.core_distance:
         block.tune_distance = own.core_distance
@@ -95,9 +98,10 @@ def _begin_trial(block: Any, turn: int) -> None:
 
 @njit
 def count_waits(block: Any) -> None:
-    """Let all further waits of the call count, after those for ranks that enter it late.
+    """Include all further waits of the call in its time, except those for late ranks.
 
-    Who reads what moves part by part waits for it, and the one who puts it is no faster.
+    A reader of a pipelined stream waits for its parts, so the time of a slow writer shows only in
+    the waits of its readers.
     """
     if block.tune_timed:
         block.tune_timed = WITHOUT_FIRST_WAIT
@@ -105,20 +109,20 @@ def count_waits(block: Any) -> None:
 
 @njit
 def _row(block: Any) -> int:
-    """Return where in a header the durations of calls like this one are."""
+    """Return the offset in a header of the durations of calls with this hash."""
     return FIELD.durations + _ROW_BYTES * (block.hash % DURATION_ROWS)
 
 
 @njit
 def end_stores(block: Any) -> None:
-    """End the call; the others see how long this rank took before they conclude."""
+    """End the call, and publish this rank's times before any rank decides."""
     if not block.tune_timed:
         return
     best, mode = block.tune_best_ns, state(block).store_mode
     spent = block.tune_ns + now(block) - block.tune_started_ns
     best[mode] = min(best[mode] or spent, spent)
     row = header(block, block.rank) + _row(block)
-    store(row, 0)  # while it changes; whoever calls something else meanwhile finds nothing
+    store(row, 0)  # invalid while it changes: a reader then finds no matching hash
     store(row + _NS, best[PLAIN])
     store(row + _NS + 8, best[STREAMING])
     store(row, block.hash)
@@ -126,7 +130,7 @@ def end_stores(block: Any) -> None:
 
 @njit
 def _slowest(block: Any, way: int) -> int:
-    """Return how long a call took by one way, of the rank that was slowest; 0 if not known here."""
+    """Return the time of a call in one mode on the slowest rank; 0 if unknown on this rank."""
     slowest = block.tune_best_ns[way]
     for rank in range(block.size):
         row = header(block, rank) + _row(block)  # [times]
@@ -137,7 +141,7 @@ def _slowest(block: Any, way: int) -> int:
 
 @njit
 def _decide(block: Any) -> None:
-    """Draw the conclusion of a comparison, if all of it was made here."""
+    """Choose the faster mode, unless core distance changed during the comparison."""
     own = state(block)
     usual = PLAIN if own.core_distance == NEAR else STREAMING
     other = PLAIN + STREAMING - usual

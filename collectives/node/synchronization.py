@@ -1,7 +1,7 @@
 """Flags in shared memory: ranks signal rounds and wait for each other.
 
-Each call begins with `next_round`, has some waits, and ends with `end`: these three note the time,
-while tracing is on (`control_block.TRACE`). Otherwise tracing costs a load.
+Each call begins with `next_round`, may wait, and finishes with `end`. While tracing is on, all
+three record times (`control_block.TRACE`); otherwise tracing costs one load.
 """
 
 from __future__ import annotations
@@ -42,27 +42,27 @@ __all__ = [
     "next_round", "now", "publish_hash", "slot", "state", "wait", "wait_for",
 ]  # fmt: skip
 
-# Bytes in a header before its fields, by which other ranks load and store them.
+# Byte offsets of a header's fields, for loads and stores by other ranks.
 FIELD = offsets(HEADER)
 _HEADER_BYTES = HEADER.itemsize
 
 _MONOTONIC = 1
 _CLOCK = offsets(STATE).clock
 
-# A yield takes a microsecond among the ranks alone, but 10 ms where other programs use the cores,
-# and 200 of these are 2 s in which nobody looks whether a rank has died.
+# A yield takes a microsecond when only the ranks run, but 10 ms when other programs use the cores:
+# 200 yields would then last 2 s, during which the rank does not check for dead ranks.
 _MOST_YIELD_NS = 5_000_000
 
 
 @njit
 def state(block: Any) -> Any:
-    """Return what outlives the call."""
+    """Return the rank's state that outlives the call."""
     return record(block.state, STATE)
 
 
 @njit
 def now(block: Any) -> int:
-    """Return nanoseconds of a clock."""
+    """Return nanoseconds of the monotonic clock."""
     own = state(block)
     clock_gettime(_MONOTONIC, pointer(block.state + _CLOCK))
     return 1_000_000_000 * own.clock.seconds + own.clock.nanoseconds
@@ -70,7 +70,7 @@ def now(block: Any) -> int:
 
 @njit
 def _publish_status(block: Any, seconds: float, number: int) -> None:
-    """Store the time and a number in this rank's entry of the status board."""
+    """Store the time and a call number in this rank's status entry."""
     entry = record(block.status_entry, STATUS_ENTRY)
     entry.time = seconds
     entry.number = number
@@ -78,7 +78,7 @@ def _publish_status(block: Any, seconds: float, number: int) -> None:
 
 @njit
 def begins(block: Any, times: int, number: int) -> None:
-    """Record that a call begins; `times` is the address of its CALL_TIMES."""
+    """Record the begin of a call; `times` is the address of its CALL_TIMES."""
     call = record(times, CALL_TIMES)
     call.ended = 0.0
     call.began = seconds = 1e-9 * now(block)
@@ -87,7 +87,7 @@ def begins(block: Any, times: int, number: int) -> None:
 
 @njit
 def ends(block: Any, times: int, number: int) -> None:
-    """Record that the call has ended."""
+    """Record the end of a call; arguments as `begins`."""
     seconds = 1e-9 * now(block)
     record(times, CALL_TIMES).ended = seconds
     _publish_status(block, seconds, -number)
@@ -95,7 +95,7 @@ def ends(block: Any, times: int, number: int) -> None:
 
 @njit
 def _trace(block: Any, kind: int, began: int, ended: int, last_rank: int) -> None:
-    """Add an event; the caller has seen that tracing is on."""
+    """Add an event, unless the buffer is full; the caller has checked that tracing is on."""
     trace = record(state(block).trace, TRACE)
     if trace.count < MAX_EVENTS:
         event = trace.events[trace.count]
@@ -107,7 +107,7 @@ def _trace(block: Any, kind: int, began: int, ended: int, last_rank: int) -> Non
 @njit
 def _wait_begins(block: Any) -> None:
     trace = record(state(block).trace, TRACE)
-    if trace.wait_began == 0:  # else it goes on
+    if trace.wait_began == 0:  # else the kernel resumes an earlier wait
         trace.wait_began, trace.late_rank = now(block), -1
 
 
@@ -121,7 +121,7 @@ def _wait_ends(block: Any, flag: int, late: int) -> None:
 
 @njit
 def _polls(block: Any, flag: int, rank: int, target: int) -> int:
-    """Wait until a flag of a header has reached the target; returns the polls, -1 if too many."""
+    """Poll a flag of a rank's header until it reaches the target; return the polls, or -1."""
     address = header(block, rank) + flag
     polls = since = time = 0
     while load(address) < target:
@@ -142,7 +142,7 @@ def _polls(block: Any, flag: int, rank: int, target: int) -> int:
 
 @njit
 def _stop(block: Any) -> None:
-    """Stop the clock of a call that is timed but for waits; it may stand still already."""
+    """Stop the clock of a call that is timed without waits; it may be stopped already."""
     if block.tune_timed == WITHOUT_WAITS and block.tune_started_ns:
         block.tune_ns += now(block) - block.tune_started_ns
         block.tune_started_ns = 0
@@ -156,7 +156,7 @@ def _go_on(block: Any) -> None:
 
 @njit
 def wait(block: Any, flag: int, target: int) -> bool:
-    """Wait until a flag of all headers has reached the target; False after too many polls."""
+    """Wait until a flag of all headers reaches the target; return False after too many polls."""
     tracing = state(block).trace
     late = -1
     _stop(block)
@@ -167,7 +167,7 @@ def wait(block: Any, flag: int, target: int) -> bool:
         if polls < 0:
             return False
         if polls:
-            late = rank  # in the end the last to come: those before it had come by then
+            late = rank  # the last such rank was the last to arrive
     if tracing:
         _wait_ends(block, flag, late)
     _go_on(block)
@@ -176,7 +176,7 @@ def wait(block: Any, flag: int, target: int) -> bool:
 
 @njit
 def wait_for(block: Any, rank: int, target: int) -> bool:
-    """Wait until a rank has put so many parts; False after too many polls."""
+    """Wait until a rank's `parts` reaches the target; return False after too many polls."""
     if load(header(block, rank) + FIELD.parts) >= target:
         return True  # without an event
     tracing = state(block).trace
@@ -203,7 +203,7 @@ def slot(block: Any, rank: int, number: int) -> int:
 
 @njit
 def publish_hash(block: Any, first: int) -> None:
-    """Begin a call: put its hash where the others look for it, before `filled` is stored."""
+    """Begin a call: store its hash in this rank's header, before the kernel stores `filled`."""
     block.first_round = first
     own = header(block, block.rank)
     store(own + FIELD.hashes + 8 * (first % 2), block.hash)
@@ -213,7 +213,7 @@ def publish_hash(block: Any, first: int) -> None:
 
 @njit
 def hashes_match(block: Any) -> bool:
-    """Compare the hashes of all ranks, each of which has filled the call's first round."""
+    """Compare the hashes of all ranks; all have filled the call's first round."""
     for rank in range(block.size):
         if load(header(block, rank) + FIELD.hashes + 8 * (block.first_round % 2)) != block.hash:
             return False
@@ -222,7 +222,7 @@ def hashes_match(block: Any) -> bool:
 
 @njit
 def details_match(block: Any) -> bool:
-    """Compare the details of all ranks, which have agreed on the call; notes what comes of it."""
+    """Compare the details of all ranks, whose hashes match, and set `detail_mismatch`."""
     block.detail_mismatch = 0
     for rank in range(block.size):
         if block.detail:
@@ -233,7 +233,7 @@ def details_match(block: Any) -> bool:
 
 @njit
 def all_equal(block: Any, detail: int) -> bool:
-    """Look whether that is the detail of all ranks, which have agreed on the call."""
+    """Return whether all ranks, whose hashes match, have published this detail."""
     for rank in range(block.size):
         if load(header(block, rank) + FIELD.details + 8 * (block.first_round % 2)) != detail:
             return False
@@ -242,7 +242,7 @@ def all_equal(block: Any, detail: int) -> bool:
 
 @njit
 def next_round(block: Any) -> int:
-    """Begin to make a call; returns the number of its first round."""
+    """Begin a call, and return the number of its first round."""
     number = state(block).rounds + 1
     if state(block).trace:
         record(state(block).trace, TRACE).wait_began = 0
@@ -252,7 +252,7 @@ def next_round(block: Any) -> int:
 
 @njit
 def end(block: Any, status: int, rounds: int) -> int:
-    """End a call after some rounds, and make the block ready for the next."""
+    """End a call after some rounds, and reset the block for the next one."""
     state(block).rounds = block.first_round + rounds - 1
     block.phase = 0
     block.done_rounds = 0

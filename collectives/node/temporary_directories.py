@@ -1,18 +1,18 @@
 """Rendezvous directories of a node, removed even after a kill.
 
-A file that another process is to open needs a name for a moment, and a process that is killed in
-that moment cannot remove it. So files lie in a folder of their own, which its maker keeps locked
-(`flock`), and the next who makes a folder beside it removes those whose lock nobody holds. The
-kernel drops a lock when its process ends, however that happens, and does so across containers with
-process numbers of their own.
+A file that another process opens by name must exist for a moment, and a process killed in that
+moment cannot remove it. So files are created in a directory of their own, which its creator keeps
+locked (`flock`). The next process that creates a directory removes unlocked ones. The
+kernel drops a lock when its process ends, however it ends, and also across containers with their
+own process numbers.
 
-The directory may also hold data of users. A folder is removed only if it has the name, owner and
-mark of such a folder, and contains only files that ranks create there:
+The parent may also hold user data. A directory is removed only if it has the name, owner and mark
+of a temporary directory, and contains only files that ranks create there:
 
     DIRECTORY/unisono-4711-0123456789abcdef/mark, segment or unisono-4711-liveness-...
 
-The lock is the folder's, not a file's: who looks opens no file, so that locks which others hold
-on the files stay (`collectives.transport.liveness`).
+The lock is on the directory, not on a file. A process that checks the lock opens no file, so it
+drops no record lock on one (`collectives.transport.liveness`).
 """
 
 from __future__ import annotations
@@ -28,27 +28,27 @@ from pathlib import Path
 
 __all__ = ["temporary"]
 
-# Names of the folders, from `_make`, and of their files, from `segment` and `liveness`.
+# Names of the directories, from `_make`, and of their files, from `segment` and `liveness`.
 _FOLDER = re.compile(r"unisono-\d+-[0-9a-f]{16}")
 _FILE = re.compile(r"segment|unisono-\d+-liveness-\w+")
 
 # Every folder holds this file.
 _MARK, _MARKED = "mark", b"temporary folder of the library Unisono, removed by it\n"
 
-# A folder is not locked yet when it is made, and may be removed right then; several times in a row
-# only if something else is wrong.
+# Another process may remove a new directory before it is locked. Several such races in a row mean
+# that something else is wrong.
 _ATTEMPTS = 10
 
 
 @contextlib.contextmanager
 def temporary(parent: str) -> Iterator[str]:
-    """Make a folder that is removed on exit, and remove those of this user whose makers are dead.
+    """Create a directory that is removed on exit, and remove stale ones of this user.
 
     Yields:
-        Its path; mode 0700.
+        path of the directory, mode 0700.
 
     Raises:
-        OSError: it cannot be made.
+        OSError: the directory cannot be created.
     """
     _sweep(parent)
     path, descriptor = _make(parent)
@@ -96,7 +96,7 @@ def _sweep(parent: str) -> None:
 
 
 def _remove(path: str, folder: int) -> None:
-    """Remove a folder that is open and locked, unless it contains files of other origin.
+    """Remove an open, locked directory, unless it contains foreign files.
 
     Raises:
         OSError: the folder cannot be removed.
@@ -104,12 +104,12 @@ def _remove(path: str, folder: int) -> None:
     names = os.listdir(folder)
     own = [name for name in names if _FILE.fullmatch(name) and _is_file(name, folder)]
     content = _content(_MARK, folder) if _MARK in names else None
-    # A process that is killed early leaves an empty folder, or an empty mark.
+    # A process killed early leaves an empty directory, or an empty mark.
     if content != _MARKED and (own or content):
         return
     if len(names) != len(own) + (content is not None):
         return
-    # The mark is last, so that a later sweep can finish an interrupted one.
+    # The mark is removed last, so that a later sweep can finish an interrupted one.
     for name in [*own, _MARK] if content is not None else []:
         os.unlink(name, dir_fd=folder)
     os.rmdir(path)  # follows no link, and fails if the folder is not empty
@@ -132,7 +132,7 @@ def _content(name: str, folder: int) -> bytes:
 
 
 def _is_locked(path: str) -> int | None:
-    """Return the descriptor of a folder that nobody else has locked, locked; else None."""
+    """Lock a directory and return its descriptor; None if another process holds the lock."""
     with contextlib.ExitStack() as stack:
         descriptor = os.open(path, os.O_RDONLY | os.O_DIRECTORY | os.O_NOFOLLOW | os.O_CLOEXEC)
         stack.callback(os.close, descriptor)

@@ -1,8 +1,8 @@
 """Reduce the contributions of a node's ranks, tile by tile, in rank order.
 
-A tile is as many elements as stay in the level 1 cache (`collectives.node.control_block.TILE`). The
-loops over its elements are those of `collectives.kernels.loops`, whose addresses the block holds.
-[Words] in brackets are those of `collectives.node.reduce_kernels`, whose rounds call this.
+A tile stays in the level 1 cache (`collectives.node.control_block.TILE`). The loops over its
+elements are from `collectives.kernels.loops`; the block holds their addresses. [Words] in brackets
+are explained in `collectives.node.reduce_kernels`.
 """
 
 from __future__ import annotations
@@ -21,7 +21,7 @@ __all__ = ["accumulate", "combine_all", "combine_two", "fill", "own_contribution
 
 @njit
 def fill(block: Any, dest: int, source: int, n: int) -> None:
-    """Copy a contribution to where others read it."""
+    """Store a contribution in a slot, converted by `block.fill` if the op needs that."""
     width = block.itemsize
     if not block.fill:
         write_slot(block, dest, source, n * width)  # [fill]
@@ -34,7 +34,7 @@ def fill(block: Any, dest: int, source: int, n: int) -> None:
 
 @njit
 def own_contribution(block: Any, source: int, n: int, rank: int) -> int:
-    """Return where a contribution that lies in no slot can be read as one that does."""
+    """Return the address of a contribution outside the slots, converted as `fill` does."""
     if not block.fill:
         return source
     part = block.scratch + (2 + rank % 2) * TILE_BYTES  # two are combined at a time
@@ -44,7 +44,7 @@ def own_contribution(block: Any, source: int, n: int, rank: int) -> int:
 
 @njit
 def accumulate(block: Any, total: int, source: int, n: int, rank: int) -> None:
-    """Go on with a sum in rank order."""
+    """Add one rank's contribution to a sum; called in rank order."""
     if rank == 0:
         block.previous_part = source
     elif rank == 1:
@@ -55,7 +55,7 @@ def accumulate(block: Any, total: int, source: int, n: int, rank: int) -> None:
 
 @njit
 def save(block: Any, total: int, n: int) -> int:
-    """Return where a sum that has grown in a tile lies in the type of the arrays."""
+    """Return the address of a sum, converted to the arrays' dtype if it grew in another one."""
     if not block.save:
         return total
     call_unary(block.save, total + TILE_BYTES, total, n, block.size)
@@ -64,7 +64,7 @@ def save(block: Any, total: int, n: int) -> int:
 
 @njit
 def combine_all(block: Any, at: int, n: int) -> None:
-    """Combine so many elements of all ranks, each of whose slots is read."""
+    """Combine `n` elements of all ranks, each read from its slot."""
     offset = at * block.itemsize
     dest = block.out + offset
     total = block.scratch if block.save else dest
@@ -77,13 +77,13 @@ def combine_all(block: Any, at: int, n: int) -> None:
 
 @njit
 def combine_two(block: Any, number: int, start: int, at: int, n: int) -> None:
-    """Combine so many elements of two ranks; this one's are read where they are.
+    """Combine `n` elements of two ranks; this rank's are read from `send`.
 
-    The slot of a round begins with an element `start`, and these are `at` elements behind it.
-    The loops of two arrays do all at once: divide, add and round.
+    The slot of the round begins with element `start`, and the elements are `at` behind it. The
+    two-array loops add, divide and round in one pass.
 
-    Two slots, whose addresses differ by a power of two, drive each other's lines out of the level 1
-    cache of some processors.
+    The own array is read in place, because two slots, whose addresses differ by a power of two,
+    evict each other's lines from the level 1 cache of some processors.
     """
     me, offset = block.rank, (start + at) * block.itemsize
     dest = block.out + offset

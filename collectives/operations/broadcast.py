@@ -1,6 +1,6 @@
 """`broadcast` and `barrier`.
 
-The steps are those of `docs/how-a-call-goes.md`.
+Comments name the steps of `docs/how-a-call-goes.md`.
 """
 
 from __future__ import annotations
@@ -13,7 +13,7 @@ import numpy as np
 from collectives.arrays import host_arrays
 from collectives.arrays.host_arrays import Array, HostArgument
 from collectives.arrays.reduction import MAX
-from collectives.calls.call import begin_call
+from collectives.calls.call import begin_call, is_timeout
 from collectives.calls.group import Group
 from collectives.calls.overloads import A, CommonOptions, Detachable, Numbers, Unpack
 from collectives.devices.staged import DeviceArgument, DeviceOperations
@@ -57,35 +57,42 @@ def broadcast(
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> Any:
-    """Give every rank the root's array.
+    """Copy the root's array to all ranks.
 
     Args:
         x: shape (...); on the other ranks any array of the same shape and dtype, such as
             `np.empty(shape, dtype)`.
-        root: whose array.
-        out: where to put the result, may be `x` itself; shape and dtype of `x`.
+        root: rank whose array is copied.
+        out: array for the result, with shape and dtype of `x`; may be `x` itself. None returns a
+            new array.
         algorithm: "auto", "node", "tree", "double_tree", "ring", "hierarchical" or "native"; "nccl"
             for arrays on CUDA devices.
-        timeout: seconds.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
         `out`, or a new array; the root's bits.
 
     Raises:
-        TypeError: `x` is None. What only the root knows is for `broadcast_object`.
-        ValueError: no such root, or `out` does not fit.
+        TypeError: `x` is None. For data that only the root has, use `broadcast_object`.
+        ValueError: the root is not a rank, or `out` does not fit.
         CollectiveTimeout: as `allreduce`.
 
     Cost: ceil(log2 P) messages of S bytes sent by the root.
     """
     own = group.rank == root
     key = ("broadcast", root, algorithm)
-    later = plan_cache.DEFERRED_OUT if own and out is None else out
-    known = plan_cache.run_cached(group, key, x, later, timeout, caller())  # step 1
-    if known is not None:
-        return _copy_result(x, out) if own and known is not x else known
+    try:  # step 1
+        # The root needs no result memory: `_copy_result` makes one from its own array.
+        if own and out is None:
+            plan_cache.run_cached_send(group, key, x, timeout, caller())
+            return _copy_result(x, None)
+        result = plan_cache.run_cached(group, key, x, out, timeout, caller())
+        # The plan writes nothing on the root, so its `out` is filled here.
+        return _copy_result(x, out) if own and out is not x else result
+    except plan_cache.NoPlan:
+        pass
     with begin_call(group, "broadcast", timeout) as call:  # step 2
-        if x is None:  # what users of mpi4py pass on the other ranks
+        if x is None:  # a habit from mpi4py's lower-case bcast
             raise TypeError(
                 "broadcast: x is None, expected an array on every rank. Where the root's is "
                 "to go, pass one of its shape and dtype, such as np.empty(shape, dtype), or "
@@ -107,9 +114,12 @@ def broadcast(
         if not isinstance(loan, HostArgument):
             on_devices.broadcast(call, loan, root, algorithm)
             return loan.finish()
+        # Without `out`, other ranks receive into a copy of their argument, whose elements are
+        # overwritten.
         if loan.target is None:
             buffer = host_arrays.flat_copy(loan.host, None, loan.host.dtype)
         else:
+            # `flat` keeps the root's elements, `flat_target` only the memory.
             buffer = host_arrays.flat(loan.host) if own else host_arrays.flat_target(loan.target)
         plan = plans.broadcast(call, buffer, root, algorithm)  # step 5
         plan.first(call, buffer, buffer)  # step 6
@@ -121,8 +131,9 @@ def broadcast(
 
 
 def _copy_result(x: Any, out: Any) -> Any:
-    """Return the root's array as its result, in `out` if there is one, which fits."""
+    """Return a copy of the root's array, in `out` if given."""
     if type(x) is np.ndarray and out is None:
+        # "K", so that the result has the memory order of the array, as on the other ranks.
         return x.copy("K")
     if type(x) is np.ndarray and type(out) is np.ndarray:
         np.copyto(out, x)
@@ -134,17 +145,16 @@ def _copy_result(x: Any, out: Any) -> Any:
 
 
 def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = None) -> None:
-    """Return when every rank of the group has called this.
+    """Wait until every rank of the group has called `barrier`.
 
     Args:
         algorithm: "auto", "node", "tree", "hierarchical" or "native".
-        timeout: seconds.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
     """
+    # Barriers have no array, so their plan has a key of its own; other algorithms are rare.
     known = group.plans.get("barrier") if algorithm == "auto" else None
-    if known is not None and (
-        timeout is None or (isinstance(timeout, (int, float)) and timeout > 0)
-    ):
-        known.run(0, 0, timeout, caller())
+    if known is not None and (timeout is None or is_timeout(timeout)):
+        known.run(None, None, timeout, caller())
         return
     with begin_call(group, "barrier", timeout) as call:
         call.describe(algorithm=algorithm)
@@ -154,9 +164,11 @@ def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = No
         elif small := plans.eager_allreduce(
             call, np.empty(0, np.uint8), ReduceSpec(MAX, algorithm)
         ):
+            # An empty contribution: the comparison of the calls is the barrier.
             plan = small
         else:
             plan = MessageCall(call, partial(by_messages.barrier, algorithm=algorithm))
         plan.first(call)
+        # Kept without `store`, which needs an array for the key.
         if algorithm == "auto":
             group.plans["barrier"] = plan

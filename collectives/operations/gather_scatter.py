@@ -1,6 +1,6 @@
 """`gather`, `allgather`, `scatter` and `alltoall`.
 
-The steps are those of `docs/how-a-call-goes.md`.
+Comments name the steps of `docs/how-a-call-goes.md`.
 """
 
 from __future__ import annotations
@@ -63,30 +63,33 @@ def gather(
 
     Args:
         x: shape (n, ...); n may differ between ranks; a scalar counts as shape (1,).
-        root: who gets the result.
-        out: on the root, where to put the result; an array of its shape and the dtype of `x` as
-            for `allreduce`. `x` may be the root's own part of it.
+        root: rank that receives the result.
+        out: on the root, array for the result, with its shape and the dtype of `x`, as for
+            `allreduce`. `x` may be the root's own part of `out`.
         algorithm: "auto", "node", "tree" or "native".
-        timeout: seconds.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
         On the root `out` or a new array of shape (sum of n, ...), elsewhere None.
 
     Raises:
-        ValueError: no such root, or `out` does not fit; there another rank gets a `MismatchError`.
+        ValueError: the root is not a rank, or `out` does not fit; the other ranks raise
+            `MismatchError`.
         MismatchError: the ranks' arrays differ in dtype or in the other dimensions; on all
             ranks.
         CollectiveTimeout: as `allreduce`.
     """
+    # `out` counts on the root only; other ranks may pass any value there.
     key, here = ("gather", root, algorithm), group.rank == root
-    if here and out is not None:  # step 1
-        known = plan_cache.run_cached_into(group, key, x, out, timeout, caller())
-    else:
-        known = plan_cache.run_cached(group, key, x, plan_cache.DEFERRED_OUT, timeout, caller())
-    if known is not None:
-        return known if here else None
+    try:  # step 1
+        if here and out is not None:
+            return plan_cache.run_cached_into(group, key, x, out, timeout, caller())
+        return plan_cache.run_cached_send(group, key, x, timeout, caller())
+    except plan_cache.NoPlan:
+        pass
     with begin_call(group, "gather", timeout) as call:  # step 2
         loan = host_arrays.host_view(x, operation="gather")  # step 3
+        # A scalar counts as one row.
         array = np.atleast_1d(loan.host)
         call.check_root(root)
         row = array.shape[1:]
@@ -94,6 +97,8 @@ def gather(
         to = host_arrays.check_out_rows(wanted, row, array.dtype, loan, operation="gather")
         call.describe(dtype=array.dtype, row=row, root=root, algorithm=algorithm)  # step 4
         result, _, plan = gather_moves.gather(call, array, root, algorithm, to)
+        # The engine's plan accepts other row counts later; by messages the counts are exchanged in
+        # each call.
         if plan is not None:
             plan_cache.store(group, key, loan.host, None, plan)  # step 7
     return None if result is None else to.restore(result)
@@ -126,17 +131,17 @@ def allgather(
     Algorithms: "auto", "node", "ring", "halving" or "native".
 
     Returns:
-        `out` or a new array of shape (sum of n, ...) in the order of the ranks, on all ranks.
+        `out` or a new array of shape (sum of n, ...) in rank order, on all ranks.
 
     Cost: "ring" P - 1 messages per rank, (P - 1)/P of the result's bytes.
     """
     key = ("allgather", algorithm)
-    if out is None:  # step 1
-        known = plan_cache.run_cached(group, key, x, plan_cache.DEFERRED_OUT, timeout, caller())
-    else:
-        known = plan_cache.run_cached_into(group, key, x, out, timeout, caller())
-    if known is not None:
-        return known
+    try:  # step 1
+        if out is None:
+            return plan_cache.run_cached_send(group, key, x, timeout, caller())
+        return plan_cache.run_cached_into(group, key, x, out, timeout, caller())
+    except plan_cache.NoPlan:
+        pass
     with begin_call(group, "allgather", timeout) as call:  # step 2
         loan = host_arrays.host_view(x, operation="allgather")  # step 3
         array = np.ascontiguousarray(np.atleast_1d(loan.host))
@@ -185,41 +190,46 @@ def scatter(
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> Any:
-    """Share the rows of one rank's array among all ranks.
+    """Distribute the rows of one rank's array among all ranks.
 
     Args:
-        x: on the root shape (n, ...); not looked at elsewhere.
-        root: whose array.
-        out: where to put the own rows; of their shape and the dtype of the root's `x`, as for
-            `allreduce`. It may be the root's own part of `x`.
-        counts: on the root, the rows of every rank, which add up to n; even shares if None,
-            the first `n % size` ranks getting one row more.
+        x: on the root, shape (n, ...); ignored elsewhere.
+        root: rank whose array is distributed.
+        out: array for this rank's rows, with their shape and the dtype of the root's `x`, as for
+            `allreduce`. `out` may be the root's own part of `x`.
+        counts: on the root, rows for every rank, which add up to n; None shares evenly, with one
+            more row for each of the first `n % size` ranks.
         algorithm: "auto", "node", "tree" or "native".
-        timeout: seconds.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
         `out`, or a new array of shape (own rows, ...): of the kind of `x` on the root, a NumPy
         array elsewhere.
 
     Raises:
-        ValueError: no such root; on the root, a scalar, or counts that do not add up; `out` does
-            not fit. The other ranks get a `MismatchError`.
+        ValueError: the root is not a rank; on the root, a scalar, or counts that do not add up;
+            `out` does not fit. The other ranks raise `MismatchError`.
         CollectiveTimeout: as `allreduce`.
     """
     with begin_call(group, "scatter", timeout) as call:  # step 2
         call.check_root(root)
         loan = host_arrays.host_view(x, operation="scatter") if group.rank == root else None
+        # The kind of `x` and its rows concern the root only, so its errors become refusals.
         rows = [] if loan is None else row_counts.split_counts(call, loan.host, counts)
         call.describe(root=root, algorithm=algorithm)  # step 4
-        # What only the root knows goes ahead: dtype, shape of a row, rows of every rank.
+        # First broadcast the facts that only the root knows: dtype, shape of a row, rows of every
+        # rank.
         facts = (
             None if loan is None else (dtypes.spelled(loan.host.dtype), loan.host.shape[1:], rows)
         )
+        # By pickle, because other ranks cannot know the length of the facts.
         name, row, rows = objects.from_root(call, facts, root)
+        # The ranks now know the shape of `out`, so each may refuse once more.
         call.next_chunk()
         dtype = dtypes.named(name)
         if out is None:
             to = (
+                # The result of the root has the kind of `x`; other ranks have no `x`.
                 host_arrays.ALLOCATE
                 if loan is None
                 else host_arrays.ALLOCATE._replace(restore=loan.restore)
@@ -288,38 +298,41 @@ def alltoall(
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> Any:
-    """Give every rank some rows of this rank's array, and join what all ranks give to this one.
+    """Send each rank some rows of this rank's array, and join the rows that this rank receives.
 
     Args:
-        x: shape (n, ...); n may differ between ranks. The first rows go to rank 0, and so on.
-        out: where to put the result; of its shape and the dtype of `x`, as for `allreduce`.
-        counts: the rows for every rank, which add up to n; even shares if None.
-        return_counts: whether to return the number of rows from each rank, too.
+        x: shape (n, ...); n may differ between ranks. The first rows go to rank 0, the next rows to
+            rank 1, and so on.
+        out: array for the result, with its shape and the dtype of `x`, as for `allreduce`.
+        counts: rows for every rank, which add up to n; None shares evenly.
+        return_counts: whether to return also the number of rows from each rank.
         algorithm: "auto", "node", "rotation" or "native".
-        timeout: seconds.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
         `out` or a new array of shape (received rows, ...), of the kind of `x`, in the order of the
-        ranks that they came from. With `return_counts` also a NumPy array of the number of rows
-        from each, shape (P,), int64: the `counts` that would send all rows back.
+        sending ranks. With `return_counts` also a NumPy array with the number of rows from each
+        rank, shape (P,), int64: the `counts` that would send all rows back.
 
     Raises:
-        ValueError: a scalar, counts that do not add up, or `out` does not fit; the other ranks get
-            a `MismatchError`.
+        ValueError: a scalar, counts that do not add up, or `out` does not fit; the other ranks
+            raise `MismatchError`.
         MismatchError: the ranks' arrays differ in dtype or in the other dimensions; on all
             ranks.
         CollectiveTimeout: as `allreduce`.
 
-    Cost: P - 1 messages and (P - 1)/P S bytes sent per rank; before, 8 (P + 1) bytes of each rank
-        reach all.
+    Cost: P - 1 messages and (P - 1)/P S bytes sent per rank, after an all-gather of 8 (P + 1) bytes
+        per rank.
     """
     with begin_call(group, "alltoall", timeout) as call:  # step 2
         loan = host_arrays.host_view(x, operation="alltoall")  # step 3
         array = loan.host
+        # Before the description, because counts differ between ranks and cannot be compared.
         rows = row_counts.split_counts(call, array, counts)
         row = array.shape[1:]
         to = host_arrays.check_out_rows(out, row, array.dtype, loan, operation="alltoall")
         call.describe(dtype=array.dtype, row=row, algorithm=algorithm)  # step 4
         joined, came = gather_moves.alltoall(call, array, rows, algorithm, to)
     result = to.restore(joined)
+    # These counts sent back with `counts=` return the rows to their senders.
     return (result, np.array(came)) if return_counts else result

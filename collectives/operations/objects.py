@@ -24,14 +24,15 @@ __all__ = [
 
 T = TypeVar("T")
 
+# The payload of one eager message, so that a small object needs no message beside the comparison.
 _HEAD_BYTES = signature_check.MAX_PAYLOAD_BYTES
 
 
 def broadcast_object(group: Group, obj: T, root: int = 0, *, timeout: float | None = None) -> T:
-    """Give every rank a copy of the root's Python object, by pickle.
+    """Copy the root's Python object to all ranks, by pickle.
 
-    Pickle runs code of its choice when it is read: use this among ranks of one job only, never for
-    data that came from elsewhere.
+    Unpickling can run arbitrary code. Use this function only between ranks of one job, never for
+    data from other sources.
 
     Returns:
         `obj` itself on the root, a copy elsewhere.
@@ -44,14 +45,17 @@ def broadcast_object(group: Group, obj: T, root: int = 0, *, timeout: float | No
 
 
 def allgather_object(group: Group, obj: T, *, timeout: float | None = None) -> list[T]:
-    """Give every rank the Python objects of all ranks, in rank order, by pickle.
+    """Return the Python objects of all ranks on every rank, in rank order, by pickle.
 
     See `broadcast_object` about pickle.
     """
     with begin_call(group, "allgather_object", timeout) as call:
+        # Before the comparison, so that an object without a pickle is a refusal of this rank.
         data = pickling.dumps(obj)
         call.describe()  # step 4 of docs/how-a-call-goes.md
+        # As an array of bytes: its length is the number of rows.
         joined, lengths, _ = gather_moves.allgather(call, data)
+    # Unpickled after the call, because `__setstate__` of the program may make calls.
     parts = zip(itertools.accumulate(lengths), lengths, strict=True)
     return [pickling.loads(joined[end - length : end]) for end, length in parts]
 
@@ -59,7 +63,7 @@ def allgather_object(group: Group, obj: T, *, timeout: float | None = None) -> l
 def gather_object(
     group: Group, obj: T, root: int = 0, *, timeout: float | None = None
 ) -> list[T] | None:
-    """Give one rank the Python objects of all ranks, in rank order, by pickle.
+    """Return the Python objects of all ranks on the root, in rank order, by pickle.
 
     See `broadcast_object` about pickle.
 
@@ -67,7 +71,7 @@ def gather_object(
         On the root a list with a copy of every rank's object, elsewhere None.
 
     Raises:
-        ValueError: no such root.
+        ValueError: the root is not a rank.
     """
     with begin_call(group, "gather_object", timeout) as call:
         data = pickling.dumps(obj)
@@ -83,20 +87,21 @@ def gather_object(
 def scatter_object(
     group: Group, objs: Sequence[T] | None, root: int = 0, *, timeout: float | None = None
 ) -> T:
-    """Give every rank one of the root's Python objects, by pickle.
+    """Send every rank one of the root's Python objects, by pickle.
 
     See `broadcast_object` about pickle.
 
     Args:
-        objs: on the root, an object for every rank, in rank order; not looked at elsewhere.
-        root: whose objects.
-        timeout: seconds.
+        objs: on the root, an object for every rank, in rank order; ignored elsewhere.
+        root: rank whose objects are sent.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
-        This rank's object: the root's own itself, a copy elsewhere.
+        This rank's object: the original on the root, a copy elsewhere.
 
     Raises:
-        ValueError: no such root; on the root, another number of objects than ranks.
+        ValueError: the root is not a rank; on the root, the number of objects is not the number of
+            ranks.
 
     Example:
         >>> import collectives as cc
@@ -113,25 +118,28 @@ def scatter_object(
                 f"scatter_object: expected an object for each of {group.size} ranks, got "
                 f"{None if objs is None else len(objs)}"
             )
+        # Before the comparison, as in `allgather_object`.
         parts = [pickling.dumps(obj) for obj in objs or ()] if own else []
         call.describe(root=root)  # step 4 of docs/how-a-call-goes.md
         lengths = from_root(call, [part.size for part in parts], root)  # step 6
+        # One array of all pickles, scattered by their lengths.
         send = np.concatenate(parts) if own else None
         received = gather_moves.scatter(call, send, lengths, (), np.dtype(np.uint8), root)
     return objs[root] if own and objs is not None else cast(T, pickling.loads(received))
 
 
 def from_root(call: Call, obj: Any, root: int) -> Any:
-    """Return the root's object, by pickle; itself on the root. Part of a call that is described."""
+    """Return the root's object in a described call, by pickle; the original on the root."""
     own = call.group.rank == root
     data = pickling.dumps(obj) if own else np.empty(0, np.uint8)
-    # The length, and as much of the object as travels with it.
+    # The length, and the beginning of the object: a small object needs no second broadcast.
     head = np.zeros(_HEAD_BYTES, np.uint8)
     length, begin = head[:8].view(np.int64), head[8:]
     if own:
         length[0] = data.size
         begin[: data.size] = data[: begin.size]
     plans.broadcast(call, head, root).first(call, head, head)
+    # The length is equal on all ranks, so all take the same branch.
     if length[0] <= begin.size:
         data = begin[: length[0]]
     else:

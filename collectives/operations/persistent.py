@@ -1,8 +1,8 @@
 """Persistent operations, planned once and run every step: `plan_allreduce` and others.
 
-Everything but the exchange itself is done once (steps 2 to 5 of `docs/how-a-call-goes.md`). Arrays
-are contiguous, and of host memory that can be written: NumPy's, tensors of PyTorch on the CPU, and
-best those of `shared_empty` for reductions in place.
+Steps 2 to 5 of `docs/how-a-call-goes.md` happen once, and each run only exchanges data. Arrays must
+be contiguous and writable host memory: NumPy arrays or PyTorch tensors on the CPU. In-place
+reductions are fastest with arrays of `shared_empty`.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from collectives.operations import gather_moves, minloc
 from collectives.plans import planner as plans
 from collectives.plans.by_messages import ReduceSpec
 from collectives.plans.planner import CompositePlan, Plan
-from collectives.plans.prepared_calls import AnyCall, MessageCall, NodeCall, as_plan_argument
+from collectives.plans.prepared_calls import MessageCall, NodeCall, PreparedCall
 
 __all__ = ["plan_allgather", "plan_allreduce", "plan_broadcast", "plan_reduce_scatter"]
 
@@ -43,18 +43,18 @@ def plan_allreduce(
     postscale: float = 1,
     timeout: float | None = None,
 ) -> Plan[A]:
-    """Resolve an all-reduce in place once, for a call that is made at every step.
+    """Plan an in-place all-reduce once, for a call that repeats in every step.
 
     *Collective*: all ranks, as `allreduce`. Arguments and errors as `allreduce(x, out=x)`.
 
     Args:
-        x: shape (...), contiguous, writable; best from `shared_empty`. With MINLOC and MAXLOC a
+        x: shape (...), contiguous, writable; fastest from `shared_empty`. With MINLOC and MAXLOC a
             pair of such arrays.
-        op: how to combine.
+        op: reduction operation.
         algorithm: as for `allreduce`; not "nccl".
         prescale: as for `allreduce`; with a scale, every call works on a copy.
-        postscale: likewise.
-        timeout: seconds, of every later call.
+        postscale: as for `allreduce`; with a scale, every call works on a copy.
+        timeout: seconds of every later call; None uses UNISONO_TIMEOUT.
 
     Returns:
         A function without arguments that reduces `x` in place and returns it.
@@ -91,18 +91,18 @@ def plan_allreduce(
 def plan_broadcast(
     group: Group, x: A, root: int = 0, *, algorithm: str = "auto", timeout: float | None = None
 ) -> Plan[A]:
-    """Resolve a broadcast in place once, for a call that is made at every step.
+    """Plan an in-place broadcast once, for a call that repeats in every step.
 
     *Collective*: all ranks, as `broadcast`. Arguments and errors as `broadcast(x, root, out=x)`.
 
     Args:
         x: shape (...), contiguous, writable.
-        root: whose elements.
+        root: rank whose elements are copied.
         algorithm: as for `broadcast`; not "nccl".
-        timeout: seconds, of every later call.
+        timeout: seconds of every later call; None uses UNISONO_TIMEOUT.
 
     Returns:
-        A function without arguments that fills `x` with the root's elements, and returns it.
+        A function without arguments that fills `x` with the root's elements, and returns `x`.
 
     Example:
         >>> import collectives as cc
@@ -127,21 +127,21 @@ def plan_broadcast(
 def plan_allgather(
     group: Group, x: A, *, out: Any = None, algorithm: str = "auto", timeout: float | None = None
 ) -> Plan[A]:
-    """Resolve an all-gather of arrays of fixed lengths once, for a call that is made at every step.
+    """Plan an all-gather of arrays with fixed lengths once, for a call that repeats in every step.
 
     *Collective*: all ranks, as `allgather`. Arguments and errors as `allgather(x, out=out)`.
 
     Args:
         x: shape (n, ...), contiguous, writable; n may differ between ranks; a scalar counts as
             shape (1,).
-        out: where the result goes in every call, contiguous. `x` may be the own part of it, and
-            nothing else of it. A new array of the kind of `x` if None.
+        out: contiguous array for the result of every call. `x` may be this rank's part of `out`,
+            but may not overlap another part. None creates an array of the kind of `x`.
         algorithm: as for `allgather`.
-        timeout: seconds, of every later call.
+        timeout: seconds of every later call; None uses UNISONO_TIMEOUT.
 
     Returns:
-        A function without arguments that fills `out` with the rows that the ranks' `x` have then,
-        and returns it: the same array each time.
+        A function without arguments that fills `out` with the current rows of all ranks' `x`, and
+        returns `out`: the same array each time.
     """
     with begin_call(group, "plan_allgather", timeout) as call:  # step 2
         loan = host_arrays.host_view(x, operation=call.operation)
@@ -161,7 +161,7 @@ def plan_allgather(
         before = bounds[group.rank] * dtype.itemsize
         send, shape = array.reshape(-1), (sum(rows), *row)
         result, flat = plan_buffers.output(call, to.target, shape, dtype, send, before)
-        call.agree()  # after the last refusal
+        call.agree()  # plans are created only after every rank has passed its checks
         name = _make_plan(call, "allgather", rows=tuple(rows))
         move = partial(gather_moves.allgather_known, bounds, algorithm)
         plan: NodeCall | MessageCall = MessageCall(call, move)
@@ -188,26 +188,26 @@ def plan_reduce_scatter(
     postscale: float = 1,
     timeout: float | None = None,
 ) -> Plan[A]:
-    """Resolve a reduce-scatter once, for a call that is made at every step.
+    """Plan a reduce-scatter once, for a call that repeats in every step.
 
     *Collective*: all ranks, as `reduce_scatter`. Arguments and errors as
     `reduce_scatter(x, op=op, out=out, counts=counts)`.
 
     Args:
-        x: shape (n, ...), contiguous, writable, the same on all ranks; it stays as it is. With
+        x: shape (n, ...), contiguous, writable, the same shape on all ranks; not modified. With
             MINLOC and MAXLOC `x` and `out` are pairs.
-        op: how to combine.
-        out: where the own rows go in every call, contiguous; perhaps this rank's rows of `x`. A new
-            array of the kind of `x` if None.
-        counts: the rows of every rank.
+        op: reduction operation.
+        out: contiguous array for this rank's rows in every call; may be this rank's rows of `x`.
+            None creates an array of the kind of `x`.
+        counts: rows for every rank; None shares evenly.
         algorithm: as for `reduce_scatter`.
         prescale: as for `allreduce`; with a scale, every call works on a copy.
-        postscale: likewise.
-        timeout: seconds, of every later call.
+        postscale: as for `allreduce`; with a scale, every call works on a copy.
+        timeout: seconds of every later call; None uses UNISONO_TIMEOUT.
 
     Returns:
-        A function without arguments that fills `out` with the own rows of the reduction of what the
-        ranks' `x` hold then, and returns it: the same array each time.
+        A function without arguments that reduces the current contents of all ranks' `x`, writes
+        this rank's rows to `out`, and returns `out`: the same array each time.
     """
     if type(op) is Op and op in LOCATING:
         asked = minloc.MinlocOptions(op, algorithm, prescale, postscale, timeout)
@@ -235,7 +235,7 @@ def plan_reduce_scatter(
         )  # fmt: skip
         call.agree()
         name = _make_plan(call, "reduce_scatter")
-        plan: AnyCall | CompositePlan
+        plan: PreparedCall
         if way is None:
             plan = plans.reduce_scatter(call, send, bounds, ReduceSpec(op, algorithm), shape)  # 5
         else:
@@ -247,26 +247,27 @@ def plan_reduce_scatter(
     return Plan(give_back(result), send, flat, plan, name, timeout)
 
 
-def _with_lowering(way: Lowering, plan: AnyCall, own: Array, taken: Array) -> CompositePlan:
-    """Plan a call that goes by way of another one.
+def _with_lowering(way: Lowering, plan: PreparedCall, own: Array, taken: Array) -> CompositePlan:
+    """Plan a call that converts its data, runs another plan, and converts the result back.
 
     Args:
-        way: how it goes.
-        plan: of that one.
-        own: what it reduces.
-        taken: its result.
+        way: the conversions.
+        plan: plan of the inner call.
+        own: input of the inner call.
+        taken: result of the inner call.
     """
 
-    def run(send: Array, out: Array, timeout: float | None, frame: FrameType) -> None:
+    def run(send: Array, out: Array | None, timeout: float | None, frame: FrameType) -> None:
+        assert out is not None
         way.put(send, own)
-        plan.run(as_plan_argument(plan, own), as_plan_argument(plan, taken), timeout, frame)
+        plan.run(own, taken, timeout, frame)
         out[...] = way.back(taken)
 
     return CompositePlan(plan.group, run)
 
 
 def _make_plan(call: Call, operation: str, **fields: object) -> str:
-    """Describe the calls of a plan, and return how they call themselves."""
+    """Add the plan's fields to the description, and return the name of its calls in records."""
     name = f"planned {operation}"
     call.add(operation=name, **fields)
     return name

@@ -1,182 +1,178 @@
 """Plan cache: a repeated call finds the plan of its first call and runs it.
 
-Plans are found for contiguous arrays of NumPy. What is of other kinds is looked for as what NumPy
-sees of it:
+Plans exist for contiguous NumPy arrays. Arguments of other kinds are adapted to NumPy:
 
-| kind | what is looked for | and the result |
+| kind | NumPy array for the lookup | result |
 | --- | --- | --- |
-| tensor on the host | an array of its memory | is there, or becomes a tensor |
-| number, list | the array of it | is an array of NumPy |
-| array of JAX on the host | its memory, to be read | becomes one of JAX |
-| small array on a CUDA device | pinned memory that the group keeps | is copied back |
+| tensor on the host | view of its memory | `out`, or a new tensor |
+| number, list | converted array | NumPy array |
+| JAX array on the host | read-only view of its memory | new JAX array |
+| small array on a CUDA device | pinned memory that the group keeps | copied back |
 
-Nothing has happened where nothing is found, or anything looks odd: the caller goes the long way,
-which says what is wrong and tells the other ranks.
+`NoPlan` means that no plan exists or an argument needs a check, and that nothing has happened yet.
+The caller then runs the full call, which checks the arguments and informs the other ranks.
 
-Cost: 1 to 2 us of Python per call in shared memory, 2 more for tensors.
+Cost: 1 to 2 us of Python per call in shared memory, 2 us more for tensors.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, NamedTuple
+from typing import Any, TypeVar
 
 import numpy as np
 
 from collectives.arrays import adapters
 from collectives.arrays.adapter import ArrayAdapter
 from collectives.arrays.host_arrays import Array, identity
+from collectives.calls.call import is_timeout
 from collectives.calls.group import Group
 from collectives.devices.staged import DeviceOperations
 from collectives.kernels import buffer_address
 from collectives.node.shared_arrays import SharedLocation
 from collectives.plans import planner as plans
 
-__all__ = ["DEFERRED_OUT", "Key", "run_cached", "run_cached_into", "store"]
+__all__ = ["Key", "NoPlan", "run_cached", "run_cached_into", "run_cached_send", "store"]
 
 Key = tuple[object, ...]
+T = TypeVar("T")
 
-# In place of an array: the caller finds one for the result, perhaps as the ranks meet.
-DEFERRED_OUT: Any = object()
-
-# What goes wrong in a look-up and is for the long way, which tells the other ranks of it: an
-# unknown call, arguments that cannot be looked for or compared, no memory for the result.
-_NOT_FOUND = (KeyError, TypeError, ValueError, MemoryError)
-
-# What else goes wrong where arrays of other libraries are looked at.
-_NOT_ADAPTED = (*_NOT_FOUND, AttributeError, BufferError, LookupError, RuntimeError)
-
-# Of what NumPy makes arrays, when it is asked for one.
+# Types that `np.asarray` converts to an array.
 _NUMBERS = (bool, int, float, complex, list, tuple, np.generic)
+
+
+class NoPlan(Exception):
+    """No plan exists, or an argument needs a check; nothing has happened yet."""
 
 
 def run_cached(
     group: Group, key: Key, x: Any, out: Any, timeout: float | None, frame: FrameType
 ) -> Any:
-    """Make a call that is like an earlier one, by the plan of that one.
+    """Repeat an earlier call with its plan.
 
-    Args as the caller's. `out` may be `DEFERRED_OUT`; `frame` is that of the caller's caller.
+    Args as the caller's; `frame` is the frame of the caller's caller.
 
     Returns:
-        Where the result is: `out`, or a new array; `DEFERRED_OUT` if that was given and the plan
-        makes none. None where no plan is known, or something needs a closer look: nothing has
-        happened then.
+        `out`, or a new array with the result.
 
     Raises:
-        As `NodeCall.run`.
+        NoPlan: run the full call.
+        Others as `PreparedCall.run`.
     """
     if type(x) is not np.ndarray:
         return _run_adapted(run_cached, group, key, x, out, timeout, frame)
+    dtype, shape = x.dtype, x.shape
+    # A reduction in shared memory in place has a kernel and a plan of its own.
+    place = _place(group, x) if out is x else None
     try:
-        dtype, shape = x.dtype, x.shape
-        plan = group.plans[key, dtype, shape, _place(group, x) if out is x else None]
+        plan = group.plans[key, dtype, shape, place]
+    except (KeyError, TypeError):  # an unknown call, or an argument without a hash
+        raise NoPlan from None
+    if (
+        group.listener is not group.status  # a timeline needs more than the kernel records
+        or not (timeout is None or is_timeout(timeout))
+    ):
+        return _run_checked(group, key, plan, x, out, timeout, frame)
+    try:
         result = np.empty(shape, dtype) if out is None else out
-        if (
-            group.listener is not group.status  # who wants to know more than a kernel tells
-            or not (timeout is None or timeout > 0)
-        ):
-            return _by_addresses(group, key, x, out, timeout, frame)
-        if group.gate is not None:
-            group.check_free(plan.operation)
-        group.gate = plan  # before its block changes, because another thread may use the plan
-        if not group.address_reader.bind(plan.arrays, x, result):
-            group.gate = group.unusable
-            return _by_addresses(group, key, x, out, timeout, frame)
-    except _NOT_FOUND:
-        return _by_addresses(group, key, x, out, timeout, frame)
+    except MemoryError:  # the full call informs the other ranks
+        raise NoPlan from None
+    if group.gate is not None:
+        group.check_free(plan.operation)
+    group.gate = plan  # before its block changes, because another thread may use the plan
+    if not group.address_reader.bind(plan.arrays, x, result):
+        # Free again: `_run_checked` finds out what `bind` has refused, and may raise `NoPlan`.
+        group.gate = group.unusable
+        return _run_checked(group, key, plan, x, out, timeout, frame)
     plan.repeat(timeout, frame)
     return result
 
 
 def _place(group: Group, x: Array) -> SharedLocation | None:
-    """Say where an array that is reduced in place lies in shared memory, for its plan's key."""
+    """Return where an in-place array is in shared memory, as part of its plan's key."""
     engine = group.node_engine
     if engine is None or not engine.shared:
         return None
     return engine.shared.location_at(group.address_reader.readable(x), x.nbytes)
 
 
-def _by_addresses(
-    group: Group, key: Key, x: Array, out: Any, timeout: float | None, frame: FrameType
-) -> Any:
-    """As `run_cached`, for plans of any kind; finds out here whether the arrays share memory."""
+def _find(group: Group, key: Key, x: Array, place: SharedLocation | None = None) -> Any:
+    """Return the plan of a call with `x`, or raise `NoPlan`."""
     try:
-        readable, writable, _ = group.address_reader
-        send: Any = readable(x)
-        if not send or not (timeout is None or timeout > 0):
-            return None
-        target: Any = 0
-        place = None
-        if out is not None and out is not DEFERRED_OUT:
-            target = writable(x, out)
-            if not target:
-                return None
-            if target == send:
-                engine = group.node_engine  # its place in shared memory is a part of the key
-                place = None if engine is None else engine.shared.location_at(send, x.nbytes)
-            elif -x.nbytes < target - send < x.nbytes:  # what is written would be read again
-                return None
-        plan = group.plans[key, x.dtype, x.shape, place]
-        if out is None:
+        return group.plans[key, x.dtype, x.shape, place]
+    except (KeyError, TypeError):  # an unknown call, or an argument without a hash
+        raise NoPlan from None
+
+
+def _run_checked(
+    group: Group, key: Key, plan: Any, x: Array, out: Any, timeout: float | None, frame: FrameType
+) -> Any:
+    """Run a plan of any kind as `run_cached` does, after a check for overlapping arrays."""
+    readable, writable, _ = group.address_reader
+    send = readable(x)
+    if not send or not is_timeout(timeout):
+        raise NoPlan
+    if out is None:
+        try:
             out = np.empty(x.shape if plan.shape is None else plan.shape, x.dtype)
-            target = readable(out)
-        if plan.by_messages:
-            send, target = x.reshape(-1), None if out is DEFERRED_OUT else out.reshape(-1)
-    except _NOT_FOUND:
-        return None
-    made = plan.run(send, target, timeout, frame)
-    return out if made is None else made
+        except MemoryError:  # the full call informs the other ranks
+            raise NoPlan from None
+    else:
+        target = writable(x, out)
+        if not target or (target != send and -x.nbytes < target - send < x.nbytes):
+            raise NoPlan  # partial overlap: the call would overwrite input before reading it
+        # Two objects with one memory: also in place, so `run_cached` has looked for the wrong plan.
+        if target == send and out is not x:
+            plan = _find(group, key, x, _place(group, x))
+    plan.run(x, out, timeout, frame)
+    return out
 
 
 def run_cached_into(
     group: Group, key: Key, x: Any, out: Any, timeout: float | None, frame: FrameType
 ) -> Any:
-    """As `run_cached`, for a call whose result has another shape than `x`, and goes into `out`.
+    """Repeat a call as `run_cached` does, if the result has another shape than `x`.
 
-    Either of them may be a part of the other one, in its place.
-
-    Returns:
-        `out`; None where no plan is known, or something needs a closer look.
+    One array may be a part of the other, at the offset that the plan expects.
     """
     if type(x) is not np.ndarray:
         return _run_adapted(run_cached_into, group, key, x, out, timeout, frame)
-    if type(out) is not np.ndarray:
-        return None
-    try:
-        plan = group.plans[key, x.dtype, x.shape, None]
-        readable = group.address_reader.readable
-        send: Any = readable(x)
-        target: Any = readable(out)
-        fits = out.shape == plan.shape and out.dtype == x.dtype and out.flags.writeable
-        apart = target - send >= x.nbytes or send - target >= out.nbytes
-        apart = apart or (plan.input_offset is not None and target + plan.input_offset == send)
-        if not (send and target and fits and apart and (timeout is None or timeout > 0)):
-            return None
-        if plan.by_messages:
-            send, target = x.reshape(-1), out.reshape(-1)
-    except _NOT_FOUND:
-        return None
-    plan.run(send, target, timeout, frame)
+    plan = _find(group, key, x)
+    # The full call reports a wrong timeout to the other ranks.
+    if type(out) is not np.ndarray or not is_timeout(timeout):
+        raise NoPlan
+    readable = group.address_reader.readable
+    send, target = readable(x), readable(out)
+    fits = out.shape == plan.shape and out.dtype == x.dtype and out.flags.writeable
+    # Apart if one array ends before the other begins.
+    apart = target - send >= x.nbytes or send - target >= out.nbytes
+    apart = apart or (plan.input_offset is not None and target + plan.input_offset == send)
+    if not (send and target and fits and apart):
+        raise NoPlan
+    plan.run(x, out, timeout, frame)
     return out
 
 
-class _Adapted(NamedTuple):
-    """What is looked for in place of an array of another kind.
+def run_cached_send(group: Group, key: Key, x: Any, timeout: float | None, frame: FrameType) -> Any:
+    """Repeat a call as `run_cached` does, if its plan creates the result or has none on this rank.
 
-    Attributes:
-        array: with its elements.
-        out: for the result: an array; None for a new one, or `DEFERRED_OUT`.
-        finish: makes of the result what the caller gets.
+    Returns:
+        The new array, of the kind of `x`; None without a result.
     """
-
-    array: Array
-    out: Any
-    finish: Callable[[Array], Any]
+    if type(x) is not np.ndarray:
+        # Without a target, because the plan creates the result, or this rank has none.
+        array, _, finish = _adapt(group, key, x, None)
+        made = run_cached_send(group, key, array, timeout, frame)
+        return None if made is None else finish(made)
+    plan = _find(group, key, x)
+    if not x.flags.c_contiguous or not is_timeout(timeout):
+        raise NoPlan
+    return plan.run(x, None, timeout, frame)
 
 
 def _run_adapted(
-    find: Callable[..., Any],
+    run: Callable[..., Any],
     group: Group,
     key: Key,
     x: Any,
@@ -184,94 +180,104 @@ def _run_adapted(
     timeout: float | None,
     frame: FrameType,
 ) -> Any:
-    """As `find`, which is `run_cached` or `run_cached_into`, for what is not an array of NumPy."""
-    try:
-        seen = _adapt(group, key, x, out)
-    except _NOT_ADAPTED:
-        return None
-    if seen is None:
-        return None
-    made = find(group, key, seen.array, seen.out, timeout, frame)
-    return made if made is None or made is DEFERRED_OUT else seen.finish(made)
+    """Run a lookup with an argument that is not a NumPy array."""
+    array, target, finish = _adapt(group, key, x, out)
+    return finish(run(group, key, array, target, timeout, frame))
 
 
-def _adapt(group: Group, key: Key, x: Any, out: Any) -> _Adapted | None:
-    """See an array of another kind as one of NumPy, and where its result goes."""
+def _adapt(group: Group, key: Key, x: Any, out: Any) -> tuple[Array, Any, Callable[[Array], Any]]:
+    """Adapt an array of another kind to NumPy.
+
+    Returns:
+        The NumPy array; the array for its result, None for a new one; and a function that converts
+        the result for the caller.
+    """
     if isinstance(x, _NUMBERS):
-        return _Adapted(np.asarray(x), out, identity)
-    memory = None if isinstance(x, np.ndarray) else adapters.adapter_for(x)
-    if memory is None:
-        return None
+        # The full call returns a NumPy array for numbers.
+        return _ask(np.asarray, x), out, identity
+    memory = _adapter_for(x)
+    # One adapter for an in-place call, so that result and argument are one memory.
     to = memory if out is x else None
-    if out is not x and not (out is None or out is DEFERRED_OUT or type(out) is np.ndarray):
-        to = adapters.adapter_for(out)
-        if to is None or not (to.shared or to.pinnable):
-            return None
-    array, result = (_staging_copies if memory.pinnable else _host_views)(
-        group, key, memory, to, out
-    )
+    if out is not x and not (out is None or type(out) is np.ndarray):
+        to = _adapter_for(out)
+    if memory.pinnable:
+        array, target = _staging_copies(group, key, memory, to, out)
+    elif memory.private or not (to is None or to.shared):
+        # The full call copies elements that NumPy cannot view, and results that need a copy back.
+        raise NoPlan
+    else:
+        array = target = _ask(memory.elements)
+        if to is not memory:
+            target = out if to is None else _ask(to.elements)
     if to is None:
-        return _Adapted(array, result, identity if type(out) is np.ndarray else memory.wrap)
+        return array, target, identity if type(out) is np.ndarray else memory.wrap
 
     def write(made: Array) -> Any:
         to.write(made)
         return out
 
-    return _Adapted(array, result, write)
+    return array, target, write
 
 
-def _host_views(
-    group: Group, key: Key, memory: ArrayAdapter, to: ArrayAdapter | None, out: Any
-) -> tuple[Array, Any]:
-    """Return the memory of an array of the host, and that of its result.
+def _ask(library: Callable[..., T], *arguments: Any) -> T:
+    """Call another library; on its errors raise `NoPlan`, because the full call reports them."""
+    try:
+        return library(*arguments)
+    except adapters.FOREIGN_ERRORS:
+        raise NoPlan from None
 
-    Raises:
-        LookupError: this is not memory of theirs.
-    """
-    if memory.private or not (to is None or to.shared):
-        raise LookupError
-    array = memory.elements()
-    if to is None:
-        return array, out
-    return array, array if to is memory else to.elements()
+
+def _adapter_for(x: Any) -> ArrayAdapter:
+    try:
+        memory = None if isinstance(x, np.ndarray) else adapters.adapter_for(x)
+    except adapters.FOREIGN_ERRORS:  # as in `_ask`
+        raise NoPlan from None
+    if memory is None:
+        raise NoPlan
+    return memory
 
 
 def _staging_copies(
     group: Group, key: Key, memory: ArrayAdapter, to: ArrayAdapter | None, out: Any
 ) -> tuple[Array, Any]:
-    """Copy an array of a device to host memory that is kept, where its result goes, too.
+    """Copy a device array to host memory that the group keeps, and find memory for its result.
 
     Raises:
-        LookupError: there is no plan, or the result does not fit; before anything is copied.
+        NoPlan: no plan or memory exists, or the result does not fit; before any copy.
     """
     array = group.state_of(DeviceOperations).host_memory(str(key[0]), memory)
     if array is None:
-        raise LookupError
-    plan = group.plans[key, array.dtype, array.shape, _place(group, array)]
-    in_place = plan.shape is None and out is not DEFERRED_OUT
-    if not in_place:  # the result is of another shape
+        raise NoPlan
+    # The kept memory may be shared among the ranks, so its place is a part of the key.
+    plan = _find(group, key, array, _place(group, array))
+    if plan.shape is not None:  # the result has another shape than `x`
         fits = to is None or to.shared
     elif to is not None and to.pinnable:
         alike = (to.shape, to.dtype) == (array.shape, array.dtype)
         fits = alike and to.why_constant() is None
     else:
+        # For a NumPy `out` the result would stay in pinned memory, which the next call overwrites.
         fits = out is None
     if not fits:
-        raise LookupError
-    memory.fetch(array)
-    if in_place:
+        raise NoPlan
+    # After all checks, because the copy waits for the device.
+    _ask(memory.fetch, array)
+    if plan.shape is None:
         return array, array
-    return array, out if to is None else to.elements()
+    return array, out if to is None else _ask(to.elements)
 
 
 def store(group: Group, key: Key, x: Array, result: Any, plan: object) -> None:
-    """Keep the plan of a call with `x` and its result in host memory, if later ones can find it."""
+    """Keep the plan of a call with `x` and its result on the host, if later calls can find it."""
+    # Lookups are for contiguous arrays in native byte order.
     if x.flags.c_contiguous and x.dtype.isnative:
         engine, place = group.node_engine, None
         if engine is not None and isinstance(result, np.ndarray):
             place = engine.shared.location_of_pair(x, result)
-        if group.size > 1:  # nothing is compiled for a rank alone
+        if group.size > 1:  # a single rank needs no compiled code
             group.address_reader = buffer_address.address_reader()
         if len(group.plans) >= plans.MOST:
+            # All at once; ranks may differ in that, because first and later calls make the same
+            # rounds.
             group.plans.clear()
         group.plans[key, x.dtype, x.shape, place] = plan

@@ -1,7 +1,8 @@
 """`allreduce`, `reduce` and `reduce_scatter`.
 
-Each finds the plan of an earlier call like this one and runs it; or it looks at its arguments,
-describes itself, makes a plan, runs it, and keeps it. `docs/how-a-call-goes.md` has the steps.
+Each operation looks for the plan of an equal earlier call and runs it. Otherwise it checks its
+arguments, describes the call, makes a plan, runs it and keeps it. Comments name the steps of
+`docs/how-a-call-goes.md`.
 """
 
 from __future__ import annotations
@@ -68,42 +69,42 @@ def allreduce(
     postscale: float = 1,
     timeout: float | None = None,
 ) -> Any:
-    """Reduce the arrays of all ranks, and give every rank the result.
+    """Reduce the arrays of all ranks, and return the result on every rank.
 
     As if all arrays were gathered and combined in a fixed order of ranks.
 
     Args:
-        x: shape (...), any dtype of the table in `collectives.arrays.reduction`; any strides. A
+        x: shape (...), any dtype of the table in `collectives.arrays.reduction`, any strides. A
             NumPy, PyTorch, JAX or CuPy array, a number or a nested list of numbers.
-        op: how to combine; the default divides by the number of ranks. LOGICAL_AND, LOGICAL_OR and
-            LOGICAL_XOR ask whether numbers are not zero; INTEGER_MEAN is truncated towards zero.
-        out: where to put the result, may be `x` itself; an array of the shape and dtype of `x`
-            that can be written, of NumPy, PyTorch, CuPy or another library with DLPack.
+        op: reduction operation; the default divides by the number of ranks. LOGICAL_AND, LOGICAL_OR
+            and LOGICAL_XOR treat nonzero numbers as true. INTEGER_MEAN truncates towards zero.
+        out: writable array for the result, with shape and dtype of `x`, of NumPy, PyTorch, CuPy or
+            another library with DLPack; may be `x` itself. None returns a new array.
         algorithm: "auto", "node", "ring", "tree", "double_tree", "doubling", "halving",
             "hierarchical" or "native"; "nccl" for arrays on CUDA devices.
-        compression: `FP16`, `BF16` or `INT8` let float32 and float64 arrays travel as 16 or 8 bits
-            wherever they travel as messages: rounded once, summed in float32, and the result
-            rounded once, however many ranks there are. `on("network")` is for those between nodes.
+        compression: `FP16`, `BF16` or `INT8` send float32 and float64 arrays as 16 or 8 bits in all
+            messages. Each element is rounded once, summed in float32, and the result is rounded
+            once, for any number of ranks. `on("network")` compresses only messages between nodes.
             None is `NONE`.
-        name: of the array, for compression with feedback.
-        prescale: by what every rank's array is multiplied before it is combined; not for integers.
-        postscale: by what the result is multiplied; likewise. Both by one number of all ranks, and
-            16-bit floats as 32-bit ones, which are rounded once, at the end.
-        timeout: seconds.
+        name: name of the array, for compression with feedback.
+        prescale: factor of every rank's array before the reduction; not for integers. Equal on all
+            ranks. 16-bit floats are scaled as 32-bit floats and rounded once, at the end.
+        postscale: factor of the result, under the same rules.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
         `out`, or a new array of the kind, shape and dtype of `x`, on its device; on the host also
-        with the memory order of `x` (`channels_last`, Fortran). The same bits on all ranks (with
-        "native" and "nccl" as far as that library does so). With MINLOC and MAXLOC `x`, `out` and
-        the result are pairs (see `collectives.operations.minloc`).
+        with the memory order of `x` (`channels_last`, Fortran). The same bits on all ranks
+        ("native" and "nccl": as far as the library guarantees it). With MINLOC and MAXLOC `x`,
+        `out` and the result are pairs (see `collectives.operations.minloc`).
 
     Raises:
-        TypeError: the op is not defined for the dtype, or this is not a compression.
-        ValueError: unknown algorithm, or `out` does not fit.
-        MismatchError: ranks differ in operation, op, dtype, shape or options; on all ranks. Or
-            another rank's arguments are wrong.
-        CollectiveTimeout: some rank did not come in time, on the ranks that waited.
-        PeerFailure: a rank has died, on the ranks that waited for it.
+        TypeError: the op is not defined for the dtype, or `compression` has another type.
+        ValueError: the algorithm is unknown, or `out` does not fit.
+        MismatchError: ranks differ in operation, op, dtype, shape or options; on all ranks. Or the
+            arguments of another rank are wrong.
+        CollectiveTimeout: a rank is missing at the deadline; on the ranks that waited.
+        PeerFailure: a rank has died; on the ranks that waited for it.
 
     Cost: "ring" 2 (P - 1) messages and 2 (P - 1)/P S bytes sent per rank; "tree" at most
         2 ceil(log2 P) messages of S bytes.
@@ -117,9 +118,10 @@ def allreduce(
     """
     key = ("allreduce", op, algorithm, None if compression is NONE else compression, prescale,
            postscale)  # fmt: skip
-    known = plan_cache.run_cached(group, key, x, out, timeout, caller())  # step 1
-    if known is not None:
-        return known
+    try:
+        return plan_cache.run_cached(group, key, x, out, timeout, caller())  # step 1
+    except plan_cache.NoPlan:
+        pass
     if type(op) is Op and op in LOCATING:
         asked = minloc.MinlocOptions(op, algorithm, prescale, postscale, timeout)
         return minloc.allreduce(group, allreduce, x, out, asked)
@@ -128,6 +130,7 @@ def allreduce(
         on_devices = group.state_of(DeviceOperations)
         scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
         loan: HostArgument | DeviceArgument | None = None
+        # Scales and lowered ops compute on the host, in a private copy.
         if not scales and op not in LOWERED:
             loan = on_devices.borrow(call.operation, x, out, algorithm)
         loan = loan or host_arrays.host_view(x, out, operation=call.operation)  # step 3
@@ -137,6 +140,7 @@ def allreduce(
         if way is None or way.dtype == array.dtype:
             codec = compression.codec(array.dtype, op, network=group.num_nodes > 1, name=name)
         if codec is not None:
+            # Before the comparison, so that the name of another array is a refusal.
             codec.acquire(math.prod(array.shape), array.dtype)
         if not isinstance(loan, HostArgument):
             algorithm = on_devices.algorithm_for(algorithm, loan, op, codec, call.operation)
@@ -145,6 +149,7 @@ def allreduce(
             op=op.value, dtype=array.dtype, shape=array.shape, compression=compression, **memory,
             **scales, algorithm=algorithm,
         )  # fmt: skip
+        # The device path compares the call itself, and may return a plan for an array in a window.
         if not isinstance(loan, HostArgument):
             planned = on_devices.allreduce(call, loan, ReduceSpec(op, algorithm, codec))
             if planned is not None:
@@ -154,10 +159,11 @@ def allreduce(
         if way is not None:
             loan, op = way.lend(loan), way.op
         how = ReduceSpec(op, algorithm, codec)
+        # For a lowered op the loan holds a private copy, so `send` and `flat` are one memory.
         send, flat, result = _memory(loan)
         plan = plans.allreduce(call, send, flat, how)  # step 5
         plan.first(call, send, flat)  # step 6
-        # Not what every call looks at once more: a name, or numbers before they are combined.
+        # Feedback and scaling need their own work in every call, so such calls have no cached plan.
         if way is None and (codec is None or codec.residuals is None):
             plan_cache.store(group, key, loan.host, result, plan)  # step 7
     return loan.restore(host_arrays.copy_to(flat, result))
@@ -196,7 +202,7 @@ def reduce(
     postscale: float = 1,
     timeout: float | None = None,
 ) -> Any:
-    """Reduce the arrays of all ranks, and give the result to one.
+    """Reduce the arrays of all ranks, and return the result on one rank.
 
     Arguments and errors as `allreduce`; `out` is used on the root only.
 
@@ -205,16 +211,22 @@ def reduce(
     Returns:
         On the root `out` or a new array of the shape and dtype of `x`, elsewhere None.
 
-    Cost: by tree one message of S bytes per rank, ceil(log2 P) received by the root; by double_tree
-    S bytes received by every rank, in slices.
+    Cost: "tree" one message of S bytes per rank, ceil(log2 P) received by the root; "double_tree"
+        S bytes received by every rank, in slices.
     """
     own = group.rank == root
     key = ("reduce", op, algorithm, root, prescale, postscale)
-    # An array of NumPy stands for no result at less cost than `DEFERRED_OUT`.
-    to = out if own else (x if type(x) is np.ndarray else plan_cache.DEFERRED_OUT)
-    known = plan_cache.run_cached(group, key, x, to, timeout, caller())  # step 1
-    if known is not None:
-        return known if own else None
+    try:  # step 1
+        # `own` decides between two lookups of the same plan: a result is on the root only.
+        if own:
+            return plan_cache.run_cached(group, key, x, out, timeout, caller())
+        if type(x) is np.ndarray:  # `out=x` avoids an allocation; nothing is written
+            plan_cache.run_cached(group, key, x, x, timeout, caller())
+        else:
+            plan_cache.run_cached_send(group, key, x, timeout, caller())
+        return None
+    except plan_cache.NoPlan:
+        pass
     if type(op) is Op and op in LOCATING:
         asked = minloc.MinlocOptions(op, algorithm, prescale, postscale, timeout)
         return minloc.reduce(group, (allreduce, reduce), x, root, out, asked)
@@ -231,6 +243,7 @@ def reduce(
         if way is not None:
             loan, op = way.lend(loan), way.op
         send, flat, result = _memory(loan)
+        # Without a result the engine writes nothing on this rank.
         target = flat if own else None
         plan: NodeCall | MessageCall  # step 5
         if engine := call.engine_for(algorithm):
@@ -240,6 +253,7 @@ def reduce(
             plan = MessageCall(call, partial(by_messages.reduce, how=how, root=root))
         plan.first(call, send, target)  # step 6
         if way is None:
+            # Other ranks look the plan up in place, as in step 1.
             plan_cache.store(group, key, array, result if own else array, plan)  # step 7
     return None if target is None else loan.restore(host_arrays.copy_to(flat, result))
 
@@ -272,19 +286,19 @@ def reduce_scatter(
     postscale: float = 1,
     timeout: float | None = None,
 ) -> Any:
-    """Reduce the arrays of all ranks, and give each rank its share of the rows.
+    """Reduce the arrays of all ranks, and return each rank's share of the rows.
 
     Args:
         x: shape (n, ...), the same on all ranks; n need not be a multiple of the size.
-        op: how to combine.
-        out: where to put the own rows; of their shape and the dtype of `x`, as for `allreduce`. It
-            may be this rank's rows of `x`.
-        counts: the rows of every rank, which add up to n, the same on all ranks; even shares if
-            None, the first `n % size` ranks getting one row more.
+        op: reduction operation.
+        out: array for this rank's rows, with their shape and the dtype of `x`, as for `allreduce`.
+            It may be this rank's rows of `x`.
+        counts: rows for every rank, which add up to n, the same on all ranks; None shares evenly,
+            with one more row for each of the first `n % size` ranks.
         algorithm: "auto", "node", "ring", "halving" or "native".
         prescale: as for `allreduce`.
-        postscale: likewise.
-        timeout: seconds.
+        postscale: as for `allreduce`.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
         `out`, or a new array of shape (own rows, ...) and the dtype of `x`.
@@ -295,11 +309,14 @@ def reduce_scatter(
 
     Cost: "ring" P - 1 messages and (P - 1)/P S bytes sent per rank.
     """
+    # A list is the usual form of `counts`, and has no hash.
     key: plan_cache.Key = ("reduce_scatter", op, algorithm, prescale, postscale,
                       tuple(counts) if type(counts) is list else counts)  # fmt: skip
-    find = plan_cache.run_cached if out is None else plan_cache.run_cached_into
-    if (known := find(group, key, x, out, timeout, caller())) is not None:  # step 1
-        return known
+    run = plan_cache.run_cached if out is None else plan_cache.run_cached_into
+    try:
+        return run(group, key, x, out, timeout, caller())  # step 1
+    except plan_cache.NoPlan:
+        pass
     if type(op) is Op and op in LOCATING:
         asked = minloc.MinlocOptions(op, algorithm, prescale, postscale, timeout)
         return minloc.reduce_scatter(group, (allreduce, reduce_scatter), x, out, counts, asked)
@@ -317,6 +334,7 @@ def reduce_scatter(
             )
         told: dict[str, object] = {}
         if counts is not None:
+            # Equal counts must be found again whether they are a list, a tuple or an array.
             told["counts"] = numbers = tuple(shares)
             key = (*key[:-1], numbers)
         call.describe(  # step 4
@@ -325,20 +343,26 @@ def reduce_scatter(
         )  # fmt: skip
         if way is not None:
             loan, op = way.lend(HostArgument(array, target, give_back)), way.op
+            # The lowered result has another dtype than the memory of the caller, so `give_back`
+            # copies it.
             array, target, give_back = loan.host, None, loan.restore
         bounds = [0, *(n * math.prod(array.shape[1:]) for n in itertools.accumulate(shares))]
         send = host_arrays.flat(array)
+        # `out` may be the own rows of `x`, which then begins `before` bytes before it.
         before = bounds[group.rank] * array.itemsize
         result, own = host_arrays.output(target, shape, array.dtype, send, -before)
         plan = plans.reduce_scatter(call, send, bounds, ReduceSpec(op, algorithm), shape)  # step 5
         plan.first(call, send, own)  # step 6
         if way is None:
+            # None: the result is never the whole array, so no place in shared memory is a part of
+            # the key.
             plan_cache.store(group, key, array, None, plan)  # step 7
     return give_back(host_arrays.copy_to(own, result))
 
 
 def _memory(loan: HostArgument) -> tuple[Array, Array, Array]:
-    """Return flat memory of what is sent and of the result, and the result in its own shape."""
+    """Return the flat input, the flat result, and the result in its own shape."""
     array = loan.host
+    # In the memory order of the argument, as documented.
     result = np.empty_like(array) if loan.target is None else loan.target
     return host_arrays.flat(array), host_arrays.flat_target(result, array), result

@@ -1,8 +1,8 @@
 """Prefix reductions: `scan` and `exscan`.
 
-The steps are those of `docs/how-a-call-goes.md`. Ranks of one node show each other their arrays, a
-slice at a time, and combine those before theirs in the order of the ranks ("node"); else
-`collectives.algorithms.scan`, or what MPI has ("native").
+Comments name the steps of `docs/how-a-call-goes.md`. "node": the ranks of one node publish their
+arrays in slices, and each rank combines the slices of the lower ranks in rank order. "prefix":
+messages (`collectives.algorithms.scan`). "native": the function of MPI.
 """
 
 from __future__ import annotations
@@ -22,8 +22,8 @@ from collectives.node.engine import Engine
 
 __all__ = ["exscan", "scan"]
 
-# Bytes of each rank's array that are shown at a time: those of all ranks before one wait in its
-# memory to be combined, and should stay in a cache.
+# Bytes of each rank's array that are published at a time. A rank buffers the slices of all lower
+# ranks, which should fit into a cache.
 _SLICE_BYTES = 1 << 18
 
 
@@ -76,16 +76,16 @@ def scan(
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> Any:
-    """Reduce the arrays of the ranks up to this one, its own included.
+    """Reduce the arrays of ranks 0 to r on rank r, including its own.
 
-    As if rank r had gathered the arrays of the ranks 0 to r and combined them.
+    As if rank r had gathered the arrays of ranks 0 to r and combined them.
 
     Args:
         x: as for `allreduce`.
-        op: how to combine; SUM where other reductions take the mean. MEAN is that of r + 1 arrays.
+        op: reduction operation; SUM by default, unlike other reductions. MEAN divides by r + 1.
         out: as for `allreduce`.
         algorithm: "auto", "node", "prefix" or "native".
-        timeout: seconds.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
         `out`, or a new array of the kind, shape and dtype of `x`.
@@ -93,10 +93,10 @@ def scan(
     Raises:
         As `allreduce`.
 
-    Cost: on one node r S bytes read by rank r, scratch 256 KiB for each rank before it; else
-        ceil(log2 P) messages of S bytes, scratch 3 S.
-    Order: on one node that of the ranks, else fixed by P and r; reproducible. 16-bit floats add up
-        in float32, and are rounded once.
+    Cost: on one node r S bytes read by rank r, scratch 256 KiB per lower rank, and S for MEAN;
+        otherwise ceil(log2 P) messages of S bytes, scratch 3 S.
+    Order: on one node rank order, otherwise fixed by P and r; reproducible. 16-bit floats are added
+        in float32 and rounded once.
 
     Example:
         >>> import collectives as cc
@@ -156,12 +156,12 @@ def exscan(
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> Any:
-    """Reduce the arrays of the ranks before this one.
+    """Reduce the arrays of ranks 0 to r - 1 on rank r.
 
-    Arguments, cost, order and errors as `scan`; `out` is not used on rank 0.
+    Arguments, cost, order and errors as `scan`; `out` is unused on rank 0.
 
     Returns:
-        As `scan`; None on rank 0, which has no rank before it.
+        As `scan`; None on rank 0.
 
     Example:
         >>> import collectives as cc
@@ -181,6 +181,7 @@ def _scan(
     with begin_call(group, operation, timeout) as call:  # step 2
         inclusive = operation == "scan"
         has_result = inclusive or group.rank > 0
+        # Rank 0 has no result of `exscan`, so its `out` may be of any kind.
         loan = host_arrays.host_view(x, out if has_result else None, operation=operation)  # step 3
         array = loan.host
         reduction.check(op, array.dtype, operation=operation)
@@ -191,36 +192,55 @@ def _scan(
         if engine := call.engine_for(algorithm):  # step 6
             total = _in_memory(call, engine, own, work, op)
         else:
+            # By messages `exclusive` does not compare calls, so they are compared here.
             call.agree()
             before = selection.SCANS["prefix" if algorithm == "auto" else algorithm]
-            total = before(group.transport, own.astype(work), op, call.deadline)
+            # A private copy, which the rounds may change; 16-bit floats are widened once.
+            total = before(
+                group.transport, _term(own.astype(work), op, group.size), op, call.deadline
+            )
         if not has_result:
             return None
         count = group.rank + inclusive
+        # Rank 0 of a `scan`: its own array is the result.
         if total is None:
             total = own.astype(work)
-        elif inclusive:
-            reduction.combine(op)(total, own.astype(work, copy=False))
-        if op is MEAN and count > 1:
-            with reduction.ignore_float_errors():
-                device.divide(total, count)
+        else:
+            if inclusive:
+                # The own array is last, so that the order of the sum is the order of ranks.
+                reduction.combine(op)(total, _term(own, op, group.size))
+            # After the sum, because each rank divides by another number.
+            if op is MEAN:
+                with reduction.ignore_float_errors():
+                    device.divide(total, count / reduction.mean_scale(group.size))
         result = np.empty_like(array) if loan.target is None else loan.target
     return loan.restore(host_arrays.copy_to(total, result))
 
 
+def _term(array: Array, op: Op, size: int) -> Array:
+    """Return an array in the dtype of sums, for MEAN scaled so that no sum overflows."""
+    if op is not MEAN:
+        return array.astype(reduction.work_dtype(array.dtype), copy=False)
+    term = array.astype(reduction.work_dtype(array.dtype))
+    reduction.prescale(term, op, reduction.mean_scale(size))
+    return term
+
+
 def _in_memory(call: Call, engine: Engine, own: Array, work: np.dtype[Any], op: Op) -> Array | None:
-    """Combine the arrays of the ranks before this one, in their order; None on rank 0."""
+    """Combine the arrays of the lower ranks in rank order; None on rank 0."""
     rank, combine = call.group.rank, reduction.combine(op)
     step = _SLICE_BYTES // own.itemsize
     total = np.empty(own.size, work)
+    # The slices of all lower ranks at once, reused for each slice of the array.
     shown = np.empty((rank, min(step, own.size)), own.dtype)
-    for at in range(0, max(own.size, 1), step):  # once at least, which compares the calls
+    for at in range(0, max(own.size, 1), step):  # at least once, because it compares the calls
         part = own[at : at + step]
         wanted = [(other, 0, shown[other, : part.size]) for other in range(rank)]
+        # Each slice is one synchronization, also of ranks that need no data.
         call.checked(engine.publish(part, wanted, call.digest, call.deadline, part.nbytes))
         for other, _, theirs in wanted:
             if other == 0:
-                total[at : at + step] = theirs
+                total[at : at + step] = _term(theirs, op, call.group.size)
             else:
-                combine(total[at : at + step], theirs.astype(work, copy=False))
+                combine(total[at : at + step], _term(theirs, op, call.group.size))
     return total if rank > 0 else None

@@ -27,6 +27,7 @@ def shrink(group: Group, *, timeout: float | None = None) -> Group:
             f"checkpoint ({group.transport.where})"
         )
     limit = group.settings.timeout if timeout is None else timeout
+    # Not `begin_call`, which refuses an unusable group and compares the call with all ranks.
     deadline = Deadline("shrink", limit, group.settings.stall_warning)
     record = group.begin("shrink")
     try:
@@ -36,38 +37,43 @@ def shrink(group: Group, *, timeout: float | None = None) -> Group:
         group.end(record, error)
         raise
     group.end(record, None)
+    # Only after the new transport exists: until then an error leaves the group to the caller.
     _release(group)
+    # The new group's numbers in the world, through the numbers of the old group.
     transport.world = [group.world_ranks[rank] for rank in members]
     leaders = [group.leaders[rank] for rank in members]
     return Group(transport, leaders, group.settings, f"{group.recorder.name}.shrunk")
 
 
 def agree(group: Group, flag: bool, *, timeout: float | None = None) -> bool:
-    """Tell whether all ranks say yes, and none has died; the same answer on all that live.
+    """Return whether all ranks pass True and no rank has died; equal on all surviving ranks.
 
-    *Collective* over these. For what must not be done by some and left undone by others, such as to
-    leave a part of a program in which the others may still need this rank. `allreduce` is faster,
-    but when a rank dies meanwhile some may have its result and others its error.
+    *Collective*: all surviving ranks. Use it before a step that all ranks or no rank must take,
+    such as leaving a phase in which other ranks may still need this rank. `allreduce` is faster,
+    but if a rank dies during the call, some ranks may return and other ranks raise.
 
     Args:
-        flag: what this rank says.
-        timeout: seconds within which all have to come; the setting's if None. `math.inf` for ranks
-            in reserve, in a job that outlives its ranks: without a word, and with fewer looks. Then
-            a death ends the wait, and a rank that ends its program, but for a world of some
-            processes only (`init(comm)`), whose ranks cannot be asked.
+        flag: vote of this rank.
+        timeout: seconds to wait for all ranks; None uses UNISONO_TIMEOUT. `math.inf` suits spare
+            ranks in a job that survives dead ranks: no warnings, and fewer polls. Then a death or
+            the end of a rank's program ends the wait. The end of a program is not detected in a
+            world of some processes only (`init(comm)`).
 
     Returns:
-        False, too, if the communicator is of no use any more.
+        The result; False also if the communicator is unusable.
 
     Raises:
-        CollectiveTimeout: a rank that lives has not come.
-        PeerFailure: a rank has ended its program, or died where the job does not outlive its ranks.
+        CollectiveTimeout: a living rank is missing at the deadline.
+        PeerFailure: the program of a rank has ended; or a rank has died, in a job that does not
+            survive dead ranks.
 
     Example:
         >>> import collectives as cc
         >>> cc.init().agree(True)
         True
     """
+    # Without fault tolerance a death ends the job, so an all-reduce gives the same answer on all
+    # ranks.
     if not is_fault_tolerant() or group.size == 1:
         return bool(allreduce(group, int(flag), op=MIN, timeout=timeout))
     limit = group.settings.timeout if timeout is None else timeout
@@ -75,6 +81,7 @@ def agree(group: Group, flag: bool, *, timeout: float | None = None) -> bool:
     deadline = Deadline("agree", limit, warn_after)
     record = group.begin("agree")
     try:
+        # A rank with an unusable group votes False, because it cannot take the step.
         answer = group.transport.agree(flag and group.unusable is None, deadline)
     except BaseException as error:
         group.mark_failed("agree", error)
@@ -85,7 +92,8 @@ def agree(group: Group, flag: bool, *, timeout: float | None = None) -> bool:
 
 
 def _release(group: Group) -> None:
-    """End the threads of a communicator with dead ranks; its memory goes with its last user."""
+    """End the threads of a communicator with dead ranks; its memory is freed with the object."""
+    # A group with dead ranks cannot be closed together, so only its threads end.
     group.refuse_calls("it was shrunk")
     group.close_state_of(request_thread)
     group.close_state_of(P2PEndpoint)

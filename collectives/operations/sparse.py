@@ -1,4 +1,4 @@
-"""`sparse_allreduce`: sums of a few rows of a large array."""
+"""`sparse_allreduce`: reduction of a few rows of a large array."""
 
 from __future__ import annotations
 
@@ -52,29 +52,28 @@ def sparse_allreduce(
     algorithm: str = "auto",
     timeout: float | None = None,
 ) -> tuple[Array, Any]:
-    """Reduce rows of a large array of which each rank has only a few.
+    """Reduce a large array in which each rank has only a few rows.
 
-    As if every rank put its rows into an array of zeros, rows of one index added up, and these
-    arrays were reduced; of the result, the rows that any rank named are returned.
+    As if every rank added its rows into an array of zeros, and these arrays were all-reduced. The
+    result contains the rows that any rank passed.
 
     Args:
-        indices: shape (k,), integers >= 0; k may differ between ranks, an index may be repeated.
-        values: shape (k, ...), the rows, float or complex for MEAN.
-        num_rows: rows of the large array. If given, it is reduced as a whole where that moves fewer
-            bytes.
-        op: SUM or MEAN, which divides by the number of ranks.
-        algorithm: "rows" joins the rows of all ranks, "dense" reduces the large array; "auto" does
-            what moves fewer bytes.
-        timeout: seconds.
+        indices: shape (k,), integers >= 0; k may differ between ranks, and indices may repeat.
+        values: shape (k, ...), the rows; float or complex for MEAN.
+        num_rows: rows of the large array. If given, "auto" may reduce the large array.
+        op: SUM or MEAN; MEAN divides by the number of ranks.
+        algorithm: "rows" gathers the rows of all ranks, "dense" reduces the large array; "auto"
+            picks the algorithm that moves fewer bytes.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
-        (indices, rows): the sorted indices without repetition, int64, and the rows, of the kind of
-        `values`; the same on all ranks.
+        (indices, rows): the sorted unique indices, int64, and the rows, of the kind of `values`;
+        the same on all ranks.
 
     Raises:
-        ValueError: shapes do not fit, an index is out of range, or the algorithm is unknown, or
-            "dense" without `num_rows`; on all ranks.
-        TypeError: the indices are not integers, or the op is another.
+        ValueError: the shapes do not fit, an index is out of range, the algorithm is unknown, or
+            "dense" lacks `num_rows`; on all ranks.
+        TypeError: the indices are not integers, or the op is not SUM or MEAN.
 
     Cost: the rows of all ranks on each rank, or 2 (P - 1)/P bytes of the large array.
     """
@@ -87,7 +86,9 @@ def sparse_allreduce(
         _check(where, rows, op, num_rows, algorithm)
         call.describe(op=op.value, dtype=rows.dtype, row=rows.shape[1:], num_rows=num_rows)
         call.add(algorithm=algorithm)
+        # Also compares the calls. The total decides between two algorithms, equally on all ranks.
         total = int(call.exchange_integers(len(where)).sum())  # step 6, of the comparison
+    # int64 on all ranks, which may have passed other integers.
     where = where.astype(np.int64)
     if num_rows is not None and _is_dense(algorithm, total, num_rows, rows):
         found, summed = _dense(group, where, rows, num_rows, op, timeout)
@@ -124,24 +125,29 @@ def _check(where: Array, rows: Array, op: Op, num_rows: int | None, algorithm: s
             f"sparse_allreduce: unknown algorithm, expected one of {' '.join(_ALGORITHMS)}, "
             f"got {algorithm!r}"
         )
+    # Without `num_rows` no rank knows the size of the large array.
     if algorithm == "dense" and num_rows is None:
         raise ValueError("sparse_allreduce: algorithm 'dense' needs num_rows, got None")
 
 
 def _is_dense(algorithm: str, total: int, num_rows: int, rows: Array) -> bool:
-    """Tell whether the large array is reduced: as asked for, or where that moves fewer bytes."""
+    """Return whether to reduce the large array: on request, or if that moves fewer bytes."""
     if algorithm != "auto":
         return algorithm == "dense"
+    # A scalar row counts as one element.
     row_bytes = rows.dtype.itemsize * max(1, math.prod(rows.shape[1:]))
+    # Each row costs its index, 8 bytes; a dense all-reduce moves the large array twice.
     return total * (row_bytes + 8) > 2 * num_rows * row_bytes
 
 
 def _dense(
     group: Group, where: Array, rows: Array, num_rows: int, op: Op, timeout: float | None
 ) -> tuple[Array, Array]:
-    """Reduce the large array; returns what any rank has named, and these rows."""
+    """Reduce the large array; return the indices that any rank passed, and their rows."""
+    # The rows that any rank named, because a sum of zero does not show whether a row was passed.
     named = np.zeros(num_rows, bool)
     named[where] = True
+    # In the dtype of sums, so that repeated indices are rounded once.
     large = np.zeros((num_rows, *rows.shape[1:]), reduction.work_dtype(rows.dtype))
     with reduction.ignore_float_errors():
         np.add.at(large, where, rows)
@@ -154,14 +160,19 @@ def _dense(
 def _allgather_rows(
     group: Group, where: Array, rows: Array, op: Op, timeout: float | None
 ) -> tuple[Array, Array]:
-    """Join the rows of all ranks, and add up those of one index."""
+    """Gather the rows of all ranks, and add the rows of equal indices."""
     all_indices = allgather(group, where, timeout=timeout)
     all_rows = allgather(group, np.ascontiguousarray(rows), timeout=timeout)
     found, place = np.unique(all_indices, return_inverse=True)
     summed = np.zeros((len(found), *rows.shape[1:]), reduction.work_dtype(rows.dtype))
     with reduction.ignore_float_errors():
-        np.add.at(summed, place, all_rows)  # in the order of the ranks
+        all_rows = all_rows.astype(summed.dtype, copy=False)
+        # Not the number of ranks, whose quotients would be rounded row by row.
+        scale = reduction.mean_scale(group.size)
+        reduction.prescale(all_rows, op, scale)
+        np.add.at(summed, place, all_rows)  # in rank order, so the sums are reproducible
+        # Each rank sums alone: all must get the same NaN.
         device.canonical_nans(summed)
         if op is MEAN:
-            summed /= group.size
+            summed /= group.size / scale
     return found, summed

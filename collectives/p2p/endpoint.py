@@ -1,16 +1,16 @@
 """Point-to-point endpoint of a group, matched by source and tag, usable by any thread.
 
-The head of an array comes unasked, and a short array with it. The elements of a longer one come
-when somebody wants them, without a copy::
+The header of an array is sent at once, together with the elements of a short array. The elements
+of a longer array arrive without a copy if a receive was posted in time::
 
     rank 0                                            rank 1
-    isend(a, 1, tag=3)  -- head of a ------------>    kept: nobody wants tag 3
-    isend(b, 1, tag=4)  -- head of b ------------>    irecv(0, tag=4) takes it:
-                        -- elements of a -------->    into memory of ours, for later
-                        -- elements of b -------->    where they belong
+    isend(a, 1, tag=3)  -- header of a ---------->    kept: no receive for tag 3
+    isend(b, 1, tag=4)  -- header of b ---------->    matches irecv(0, tag=4):
+                        -- elements of a -------->    into a buffer, for later
+                        -- elements of b -------->    into the array of the receive
 
-Which array a receive gets is in `collectives.p2p.matching`; how the messages move, and what
-an error does to them, in `collectives.p2p.progress_engine`.
+`collectives.p2p.matching` matches arrays and receives. `collectives.p2p.progress_engine` moves
+messages and handles errors.
 """
 
 from __future__ import annotations
@@ -37,19 +37,20 @@ from collectives.transport.transport import Deadline
 
 __all__ = ["SEND_BUFFER_BYTES", "P2PEndpoint"]
 
-# A rank may be so many bytes ahead of one that does not receive, and one array of any size; then
-# `send` waits. Enough for the parts in flight of a pipeline, little enough for a laptop.
+# Unreceived bytes per destination, plus one array of any size, before `send` waits. Enough for the
+# parts in flight of a pipeline, small enough for a laptop.
 SEND_BUFFER_BYTES = 1 << 28
 
-# Heads have 64 bits for it.
+# The header has 64 bits for the tag.
 _LARGEST_TAG = (1 << 63) - 1
 
 
 class P2PEndpoint:
-    """What the `send` and `recv` of one group share."""
+    """State shared by the sends and receives of one group."""
 
     def __init__(self, group: Group) -> None:
         self._group = group
+        # The lane opens with the first message: its receiver posts nothing before a header arrives.
         self._ranks = group.transport
         self._lane = ProgressEngine(group)
         self._matching = self._lane.matching
@@ -62,11 +63,14 @@ class P2PEndpoint:
         frame: FrameType,
         **peers: int | None,
     ) -> AbstractContextManager[Deadline]:
-        """Check the arguments, and begin a call; returns its block, as `_under_way`.
+        """Check the arguments, and return the context manager of the call (`_under_way`).
 
         Args:
-            frame: of the operation's caller, as for `Recorder.take`.
-            peers: the other ranks, by the names of the arguments.
+            operation: name of the operation.
+            timeout: seconds; None uses UNISONO_TIMEOUT.
+            tag: the caller's tag, None for any tag.
+            frame: frame of the operation's caller, as for `Recorder.take`.
+            peers: the other ranks, by argument name.
         """
         group = self._group
         group.check_usable(operation)
@@ -77,14 +81,15 @@ class P2PEndpoint:
             self._check_peer(operation, name, peer)
         if tag is not None and not 0 <= operator.index(tag) <= _LARGEST_TAG:
             raise ValueError(f"{operation}: tag must be an integer from 0 to 2^63 - 1, got {tag}")
+        # The recorder has no lock of its own, and any thread may send or receive.
         with self._matching.lock:
-            # Only two ranks make this call, so it gets no number of its own.
+            # Only two ranks take part, so the call does not count as a call of the group.
             record = group.begin(operation, {**peers, "tag": tag}, frame)
         return self._under_way(record, limit)
 
     @contextmanager
     def _under_way(self, record: Record, limit: float) -> Iterator[Deadline]:
-        """Look after what was sent before, and record how the call ends."""
+        """Check earlier sends, yield the deadline of the call, and record the end of the call."""
         group, operation = self._group, record.operation
         failure: BaseException | None = None
         try:
@@ -92,10 +97,13 @@ class P2PEndpoint:
             yield Deadline(operation, limit, group.settings.stall_warning)
         except BaseException as error:
             failure = error
+            # An exception inside a change leaves the lists incomplete; other errors leave them
+            # usable.
             if self._matching.torn:
                 self._lane.give_up(operation, error)
             raise
         finally:
+            # Records of several threads end in any order, so the lock guards them here.
             with self._matching.lock:
                 group.end(record, failure)
 
@@ -103,6 +111,8 @@ class P2PEndpoint:
         rank, size = self._group.rank, self._group.size
         if peer is None and name == "source":
             if size == 1:
+                # One rank has no other rank that could send, and the wait would last until the
+                # deadline.
                 raise ValueError(f"{operation}: there is no other rank ({self._ranks.where})")
             return
         if not 0 <= operator.index(peer) < size or peer == rank:  # type: ignore[arg-type]
@@ -114,27 +124,35 @@ class P2PEndpoint:
     def send(
         self, array: Array, dest: int, tag: int, deadline: Deadline, kind: str = ARRAY
     ) -> None:
-        """Send a copy of an array, once the other rank is not too far behind."""
+        """Send a copy of an array; first wait until `dest` has received enough earlier data."""
+        # Wait for the oldest copies until the rest is within the limit.
+        # Only long arrays count: short ones are in their headers, which MPI buffers.
         while behind := [s for s in self._matching.sent if s.dest == dest and s.copy is not None]:
             if sum(sending.copied for sending in behind) <= SEND_BUFFER_BYTES:
                 break
+            # The oldest first: MPI delivers the messages of one rank in order.
             self._lane.finish(behind[0], deadline)
         short = header.is_short(array, operation=deadline.operation)
         flat, copy = host_arrays.raw_bytes(np.ascontiguousarray(array)), None
+        # The header holds the elements of a short array, so only long arrays need a copy.
         if not short:
+            # Before the header: without memory for the copy, nothing has been sent yet.
             copy = self._matching.memory(flat.size)
             copy[...] = flat
         sending = SendOperation(deadline, self._ranks, self._lane.move, dest, copy)
         self._lane.start(sending, header.write(array, flat, tag, kind), copy)
 
     def isend(self, array: Array, dest: int, tag: int, deadline: Deadline) -> RequestState:
-        """Start sending an array, which must not change until that is over."""
+        """Start sending an array, which must not change until the request is done."""
         short = header.is_short(array, operation=deadline.operation)
         flat = host_arrays.raw_bytes(np.ascontiguousarray(array))
         sending = SendOperation(deadline, self._ranks, self._lane.move, dest)
+        # Before the send, because the transfer may complete at once.
         job = self._lane.job_of(sending)
+        # `payload` is the caller's memory, which the request keeps alive until the end.
         payload = None if short else flat
         self._lane.start(sending, header.write(array, flat, tag, ARRAY), payload)
+        # Last, because a request that has ended needs no thread.
         self._lane.hand_to_thread(sending)
         return job
 
@@ -148,6 +166,7 @@ class P2PEndpoint:
     ) -> Any:
         """Receive an array, or the pickle of an object."""
         receiving = self._receiving(deadline, source, tag, kind, out)
+        # Posted before the wait: a later array must not match a receive of another thread first.
         self._matching.post_receive(self._lane.transport(), receiving)
         return self._lane.finish(receiving, deadline)
 
@@ -159,26 +178,28 @@ class P2PEndpoint:
         out: Any,
         ordered: Callable[[], None],
     ) -> RequestState:
-        """Want an array; `ordered` is called before a device is written to."""
+        """Post a receive; `ordered` synchronizes streams before a write to a device."""
         receiving = self._receiving(deadline, source, tag, ARRAY, out, ordered)
+        # Before the receive is posted, because an array may already be here.
         job = self._lane.job_of(receiving)
         self._matching.post_receive(self._lane.transport(), receiving)
         self._lane.hand_to_thread(receiving)
         return job
 
     def probe(self, source: int | None, tag: int | None, deadline: Deadline) -> Envelope:
-        """Wait for an array that could be received, and leave it where it is."""
+        """Wait for an array that a receive would match, without receiving it."""
+        # Not posted, so that the array stays for the `recv` that follows.
         probe = _Probe(self._receiving(deadline, source, tag, ARRAY), self._look, [])
         try:
             self._lane.transport().wait([probe], deadline)
         except BaseException as error:
-            if not isinstance(error, CollectiveTimeout):  # which leaves all as it was
+            if not isinstance(error, CollectiveTimeout):  # a timeout leaves all state unchanged
                 self._lane.give_up(deadline.operation, error)
             raise
         return probe.found[0]
 
     def _look(self, receiving: ReceiveOperation) -> Envelope | None:
-        """Return what is known of the oldest array that a receive would take."""
+        """Move messages, and return the envelope of the oldest array that a receive would match."""
         self._lane.move()
         return self._matching.find(receiving)
 
@@ -196,8 +217,9 @@ class P2PEndpoint:
         )
 
     def _check_sent(self, operation: str) -> None:
-        """Raise `CollectiveTimeout` if something sent before was not received in its time."""
+        """Raise `CollectiveTimeout` if an earlier send was not received before its deadline."""
         try:
+            # `send` returns before the array is received; its deadline is checked by later calls.
             for sending in self._matching.sent:
                 if not self._lane.transport().poll(sending, operation):
                     sending.deadline.check(self._ranks, [sending])
@@ -206,14 +228,14 @@ class P2PEndpoint:
             raise
 
     def close(self) -> None:
-        """End what is under way; harmless when repeated. See `ProgressEngine.close`."""
+        """Close the progress engine; harmless when repeated. See `ProgressEngine.close`."""
         self._lane.close()
 
 
 class _Probe(NamedTuple):
-    """An array that somebody waits for without receiving it."""
+    """Wait condition of `probe`: an array has arrived that the receive would match."""
 
-    receiving: ReceiveOperation  # which it would be
+    receiving: ReceiveOperation  # not posted, used for matching only
     look: Callable[[ReceiveOperation], Envelope | None]
     found: list[Envelope]
 

@@ -1,22 +1,21 @@
 """Progress engine of a group: moves its point-to-point messages and completes them.
 
-All of them go on a *lane* of the group's transport, where they never meet those of the operations
-of all ranks, so that a rank may send before such an operation what another one receives after it.
+All messages use a *lane* of the group's transport, separate from the messages of collective
+operations. So one rank may send before a collective operation, and the receiver may receive after
+it.
 
-Messages move whenever a thread sends, receives, asks or waits here. While requests are open, a
-thread of ours moves them as well, and finds the errors that nobody waits for
-(`collectives.p2p.progress_thread`); not where MPI does not allow that. After an error no later
-message would meet its partner, so it ends all that is under way, and the group's later calls.
+Messages move whenever a thread sends, receives, polls or waits here. While requests are open, and
+if MPI allows it, a background thread (`collectives.p2p.progress_thread`) also moves them and
+detects errors. After an error later messages could match the wrong receive, so the engine fails all
+open transfers and makes the group unusable.
 """
 
 from __future__ import annotations
 
-import atexit
 import logging
 import math
 import os
 import time
-import weakref
 from collections.abc import Sequence
 from functools import partial
 from typing import Any, NamedTuple
@@ -35,60 +34,69 @@ __all__ = ["ProgressEngine"]
 
 log = logging.getLogger(__name__)
 
-# Seconds that `close` waits for ranks that have not received yet what was sent to them.
+# Seconds that `close` waits for ranks that have not received all messages.
 _DRAIN = 5.0
+
+# Seconds that `end` waits for the thread after stopping its waits.
+_STOP = 1.0
 
 
 class ProgressEngine:
     """Moves the messages of one group.
 
     Attributes:
-        process: in which it was made.
-        matching: which array goes to which receive.
+        process: id of the process that created the engine.
+        matching: posted receives and unexpected messages.
     """
 
     def __init__(self, group: Group) -> None:
+        # A forked child must not touch the parent's messages.
         self.process = os.getpid()
         self.matching = Matching(group.transport)
         self._group = group
         self._ranks = group.transport
-        self._attendant = ProgressThread(self._requests, self._advance, self._poll)
+        self._thread = ProgressThread(self._requests, self._advance, self._poll, self.end)
         self._transport: Transport | None = None
-        self._handed_over = 0  # so many transfers so far
+        self._handed_over = 0  # number of delivered transfers
         self._closed = False
 
     def transport(self) -> Transport:
-        """Return what its messages go by, which the first one opens."""
+        """Return the lane of the messages; the first call opens it."""
+        # Checked twice, so that later calls take no lock.
         if self._transport is None:
             with self.matching.lock:
+                # The second test is under the lock: two threads may open the lane at once.
                 self._transport = self._transport or self._ranks.channel()
         return self._transport
 
     def start(self, sending: SendOperation, head: Array, payload: Array | None) -> None:
-        """Send a head and what follows it; no other thread's come between."""
+        """Send a header and its payload, without other messages in between."""
+        # The message has gone at once, so no wait is needed.
         if self.matching.start(self.transport(), sending, head, payload):
             sending.complete()
 
     def move(self) -> None:
-        """Move all messages, and hand over what has come."""
+        """Move all messages, and deliver completed transfers."""
+        # Another thread has failed: the messages of this group no longer match.
         if self._group.unusable is not None:
             self._drop()
             return
         over = self.matching.advance(self.transport())
+        # Not exact with several threads: the progress thread only looks for a change.
         self._handed_over += len(over)
         try:
             for transfer in over:
                 transfer.complete()
-        except BaseException:  # of a signal handler: the others are delivered when this moves again
+        except BaseException:  # of a signal handler: the next `move` delivers the rest
             self.matching.requeue([transfer for transfer in over if not transfer.over])
             raise
 
     def finish(self, transfer: Transfer, deadline: Deadline) -> Any:
-        """Wait until a transfer is over, and return what has come of it."""
+        """Wait for a transfer, and return its result or raise its error."""
         try:
             self.transport().wait([transfer], deadline)
         except BaseException as error:
-            # Whatever it is, as of a signal handler: what comes later would meet the rest of this.
+            # After any error, also of a signal handler, a later message could match this transfer.
             self.give_up(deadline.operation, error)
             raise
         if transfer.error is not None:
@@ -96,38 +104,43 @@ class ProgressEngine:
         return transfer.result
 
     def job_of(self, transfer: Transfer) -> RequestState:
-        """Let a transfer be one that a request waits for."""
+        """Attach a request state to a transfer, and return it."""
+        # The request calls `_run` when the program waits, because MPI moves messages only in calls.
         transfer.job = RequestState(transfer.deadline.operation, partial(self._run, transfer))
         return transfer.job
 
     def hand_to_thread(self, transfer: Transfer) -> None:
-        """Let the thread move a request, too, where MPI allows that."""
+        """Let the background thread move a request, if MPI allows that."""
         if transfer.over:
             return
-        if self._attendant.needed:
+        # MPI's thread support needs a check only before the thread starts.
+        if self._thread.needed:
             try:
                 self._ranks.check_threads(transfer.deadline.operation)
             except LaunchError:
-                return  # it moves whenever this rank calls something here
-            _started.add(self)
-        self._attendant.attend()
+                return  # the request moves during this rank's later calls
+        self._thread.attend()
 
     def give_up(self, operation: str, error: BaseException) -> None:
-        """Refuse later calls of the group, and end what is under way."""
+        """Make the group unusable, and fail all open transfers."""
+        # The first error is the cause; later ones follow from it.
         if self._group.unusable is None:
             self._group.mark_failed(operation, error)
         self._drop(PeerFailure if isinstance(error, PeerFailure) else CollectiveError)
 
     def close(self) -> None:
-        """Wait a moment for ranks that have not received everything; harmless when repeated.
+        """Wait a few seconds for ranks that have not received everything; harmless when repeated.
 
-        Requests that are still open then fail, and are named in a warning.
+        Requests that are still open then fail, and a warning names them.
         """
+        # The messages belong to the parent of a forked child.
         if os.getpid() != self.process or self._closed:
             return
+        # First, because the wait below may be interrupted and repeated.
         self._closed = True
         sent = self.matching.sent
         try:
+            # Also outside requests: sends that returned before their array was received.
             if sent and self._group.unusable is None:
                 self.transport().wait(sent, Deadline("close", _DRAIN))
         except CollectiveError as error:
@@ -136,8 +149,9 @@ class ProgressEngine:
             self.end()
 
     def end(self) -> None:
-        """End the thread, and the requests that are open."""
+        """Stop the thread, and fail the open requests."""
         self._closed = True
+        # `drop` first, so that no thread completes these transfers meanwhile.
         left = [transfer for transfer in self.matching.drop() if transfer.job is not None]
         jobs = [transfer.job for transfer in left if transfer.job is not None]
         warn_unwaited(jobs)
@@ -146,37 +160,46 @@ class ProgressEngine:
             transfer.fail(
                 CollectiveError(f"{operation}: the communicator was closed before it was done")
             )
-        self._attendant.end()
+        # Last: the thread may be in a callback that waits for one of these requests, which have
+        # failed now.
+        self._thread.stop(_STOP)
 
     def _run(self, transfer: Transfer, timeout: float | None) -> None:
-        """Move messages until a request is over, or for so many seconds; what fails is its end."""
+        """Move messages until a request completes or `timeout` seconds pass; store errors in it."""
         deadline = transfer.deadline
         try:
             if timeout == 0:
+                # One poll moves the messages of all transfers.
                 self.transport().poll(transfer, deadline.operation)
             else:
                 give_up = math.inf if timeout is None else time.monotonic() + timeout
+                # `_Until` ends the wait without an error, and the request continues after
+                # `timeout`.
                 self.transport().wait([_Until(transfer, give_up)], deadline)
         except CollectiveError as error:
+            # The error belongs to the request, whose `wait` raises it; the caller of `_run` only
+            # waits.
             self._fail(transfer, error)
         except BaseException as error:
+            # A signal handler interrupted a change, so the state is unreliable.
             if self.matching.torn:
                 self._fail(transfer, error)
             raise
 
     def _requests(self) -> list[Transfer]:
-        """Return the requests that are not over."""
+        """Return the requests that are not complete."""
         return self.matching.requests
 
     def _advance(self, request: Transfer) -> int:
-        """Move messages as for a request, and return how many transfers have ended so far."""
+        """Poll once for a request, and return the number of transfers delivered so far."""
         self._run(request, 0)
         return self._handed_over
 
     def _poll(self, transfer: Transfer, look: bool) -> None:
-        """End a request whose time is over, or for which another rank does not live any more."""
+        """Fail a request after its deadline or, if `look`, after the death of its peer."""
         lane, deadline = self.transport(), transfer.deadline
         try:
+            # A deadline without a message, so it is checked here, and not by `Transport.wait`.
             deadline.check(self._ranks, [transfer], lane.blocking_rank)
             if look:
                 lane.check_peers(deadline.operation, transfer.peers)
@@ -184,15 +207,17 @@ class ProgressEngine:
             self._fail(transfer, error)
 
     def _fail(self, transfer: Transfer, error: BaseException) -> None:
-        """End a request by an error, after which nothing here can go on."""
+        """Fail a request, and make the group unusable."""
         operation = transfer.deadline.operation
+        # This request first, so that it raises its own error instead of the group's.
         transfer.fail(error)
         self.give_up(operation, error)
+        # As `Group.end` does for collective calls.
         if isinstance(error, (CollectiveTimeout, PeerFailure)):
             recorder.write(f"{operation}: {type(error).__name__}")
 
     def _drop(self, kind: type[CollectiveError] = CollectiveError) -> None:
-        """End what is under way, since the group is unusable."""
+        """Fail all open transfers of an unusable group."""
         for transfer in self.matching.drop():
             transfer.fail(
                 kind(
@@ -203,12 +228,13 @@ class ProgressEngine:
 
 
 class _Until(NamedTuple):
-    """A transfer, or the end of the time that somebody waits for it."""
+    """Wait condition: a transfer completes, or the time of one wait has passed."""
 
     transfer: Transfer
     give_up: float  # by the monotonic clock
 
     def done(self) -> bool:
+        # The transfer first, so that a poll with a passed time still moves messages.
         return self.transfer.done() or time.monotonic() >= self.give_up
 
     def describe(self) -> str:
@@ -217,15 +243,3 @@ class _Until(NamedTuple):
     @property
     def peers(self) -> Sequence[int]:
         return self.transfer.peers
-
-
-# Those whose threads were started.
-_started: weakref.WeakSet[ProgressEngine] = weakref.WeakSet()
-
-
-@atexit.register
-def _end_all() -> None:
-    """End the threads before the interpreter does."""
-    for each in list(_started):
-        if each.process == os.getpid():
-            each.end()

@@ -5,80 +5,80 @@ from __future__ import annotations
 import threading
 from collections.abc import Callable, Sequence
 
+from collectives.core.background_threads import BackgroundThread
 from collectives.p2p.transfers import Transfer
 from collectives.transport.backoff import Backoff
 from collectives.transport.transport import this_thread
 
 __all__ = ["ProgressThread"]
 
-# Seconds that the thread sleeps between two looks, at first; 2 % of a core.
+# First sleep between two polls, in seconds; polling then takes 2 % of a core.
 _NAP = 0.0005
 
-# Seconds within which the thread sees that it shall stop.
-_STOP = 1.0
 
-
-class ProgressThread:
-    """The thread, which starts when it is first needed.
+class ProgressThread(BackgroundThread):
+    """Moves the messages of open requests, and finds the errors of their peers.
 
     Args:
-        requests: returns those that are not over.
-        move: moves messages for one of them, and returns how many have ended so far.
-        look_after: ends a request whose time is over or, where it is told to look, for which
-            another rank does not live any more.
+        requests: returns the requests that are not complete.
+        move: moves messages for one of them; returns how many transfers have completed so far.
+        check: ends a request whose deadline has passed or, if its second argument is True, whose
+            peer has died.
+        end: fails the open requests and stops this thread.
     """
 
     def __init__(
         self,
         requests: Callable[[], Sequence[Transfer]],
         move: Callable[[Transfer], int],
-        look_after: Callable[[Transfer, bool], None],
+        check: Callable[[Transfer, bool], None],
+        end: Callable[[], None],
     ) -> None:
+        super().__init__("messages")
         self._requests = requests
         self._move = move
-        self._look_after = look_after
-        self._changed = threading.Condition()
-        self._stop = threading.Event()
-        self._thread: threading.Thread | None = None
+        self._check = check
+        self._end = end
+        self._stop_waits = threading.Event()
 
     @property
     def needed(self) -> bool:
-        """Whether there is no thread yet, nor has it been told to end."""
-        return self._thread is None and not self._stop.is_set()
+        """Whether the thread has neither been started nor stopped."""
+        return self._thread is None and not self._stopping
 
     def attend(self) -> None:
-        """Let the thread see that there is a new request."""
-        with self._changed:
-            if self.needed:
-                self._thread = threading.Thread(
-                    target=self._work, name="unisono-messages", daemon=True
-                )
-                self._thread.start()
-            self._changed.notify_all()
-
-    def end(self) -> None:
-        """End the thread; harmless when repeated."""
-        self._stop.set()
+        """Start the thread if needed, and wake it for a new request."""
+        self.start()
         with self._changed:
             self._changed.notify_all()
-        if self._thread is not None and self._thread is not threading.current_thread():
-            self._thread.join(_STOP)
 
-    def _work(self) -> None:
-        this_thread.stop = self._stop
-        while not self._stop.is_set():
+    def stop_at_exit(self, timeout: float) -> None:
+        """Fail the open requests, and stop."""
+        self._end()
+
+    def _wake(self) -> None:
+        self._stop_waits.set()
+
+    def _run(self) -> None:
+        # Waits of this thread end when the event is set.
+        this_thread.stop = self._stop_waits
+        while not self._stopping:
             with self._changed:
-                self._changed.wait_for(lambda: self._stop.is_set() or self._requests())
-            self._attend()
+                # Sleeps without open requests, so that an idle communicator costs no polls.
+                self._changed.wait_for(lambda: self._stopping or self._requests())
+            self._move_all()
 
-    def _attend(self) -> None:
+    def _move_all(self) -> None:
         """Move messages until no request is open."""
         wait, ended = Backoff(_NAP), -1
-        while not self._stop.is_set() and (requests := self._requests()):
+        while not self._stopping and (requests := self._requests()):
+            # One poll moves the messages of all requests.
             now = self._move(requests[0])
+            # Poll at short intervals again after each completion.
             if now != ended:
                 wait, ended = Backoff(_NAP), now
             look = wait.pause()
             for transfer in requests:
+                # `_move` may have ended it.
                 if not transfer.over:
-                    self._look_after(transfer, look)
+                    self._check(transfer, look)

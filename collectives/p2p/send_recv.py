@@ -1,7 +1,7 @@
 """`send`, `recv`, `sendrecv`, `probe` and their object and nonblocking variants.
 
-Who makes such a call is a rank alone, so wrong arguments are errors on that rank alone. How arrays
-travel, and are matched with who receives them: `collectives.p2p.endpoint`.
+Each rank makes these calls alone, so wrong arguments raise an error on that rank only.
+`collectives.p2p.endpoint` describes messages and matching.
 """
 
 from __future__ import annotations
@@ -33,21 +33,21 @@ __all__ = [
 def send(group: Group, x: Any, dest: int, *, tag: int = 0, timeout: float | None = None) -> None:
     """Send an array to another rank, which calls `recv` or `irecv`.
 
-    Returns at once, and `x` may change: what the other rank has not received is kept in a copy.
-    Only when 256 MiB are on their way to `dest` this waits until it receives. Arrays arrive in the
-    order in which they were sent. Any thread may send, also while others send and receive.
+    Returns at once, and you may change `x`: a copy holds unreceived data. If more than 256 MiB are
+    on the way to `dest`, the call waits until `dest` receives. Arrays to one rank keep their order.
+    Any thread may send, also while other threads send and receive.
 
     Args:
         x: shape (...), as for `allreduce`.
         dest: another rank.
-        tag: a number from 0 to 2^63 - 1, by which the other rank tells arrays apart.
-        timeout: seconds within which `dest` has to receive it. The next `send` or `recv` of this
-            rank finds out.
+        tag: integer from 0 to 2^63 - 1 for the matching on the other rank.
+        timeout: seconds until `dest` must have received the array; None uses UNISONO_TIMEOUT. The
+            next `send` or `recv` of this rank raises the error.
 
     Raises:
-        ValueError: no such rank, or this one; no such tag.
-        TypeError: the elements cannot be read, or cannot be moved (`collectives.arrays.dtypes`).
-        CollectiveTimeout: an array that was sent before has not been received in its time.
+        ValueError: `dest` is not another rank, or the tag is out of range.
+        TypeError: the elements cannot be read or moved (`collectives.arrays.dtypes`).
+        CollectiveTimeout: an array sent earlier was not received before its deadline.
         PeerFailure: a rank is dead.
 
     Cost: one message up to 4 KiB, else two; one copy of S bytes.
@@ -69,12 +69,12 @@ def isend(
 ) -> Request[None]:
     """Start sending an array to another rank, without a copy.
 
-    Returns at once. `x` must not change until the request is done, which is when the other rank
-    has taken it, for a short array earlier. Arguments and errors as `send`, some of them from
-    `wait`; `timeout` begins now.
+    Returns at once. Do not change `x` until the request is done: when the other rank has received
+    the array, or earlier for a short array. Arguments and errors as `send`; some errors are raised
+    by `wait`. `timeout` starts now.
 
-    The array moves while any rank's thread is in a call here, and also in between where MPI allows
-    several threads, as it does by default.
+    Data moves during any point-to-point call of this rank. If MPI allows several threads, as it
+    does by default, data also moves between calls.
 
     Example:
         >>> import collectives as cc
@@ -119,26 +119,27 @@ def recv(
     out: Any = None,
     timeout: float | None = None,
 ) -> Any:
-    """Receive the next array that another rank sends to this one with this tag.
+    """Receive the next array that another rank sends to this rank with this tag.
 
     Args:
-        source: another rank; None for any: the first array that has come. Who wants to know from
-            where calls `irecv`, whose request has an `envelope`, or `probe` before.
-        tag: as it was sent; None for any.
-        out: where to put it: a NumPy array or torch tensor of the shape and dtype that was sent.
-        timeout: seconds.
+        source: another rank; None receives the first array from any rank. To learn its source, use
+            the `envelope` of an `irecv` request, or call `probe` first.
+        tag: tag of the array; None for any tag.
+        out: NumPy array or torch tensor for the result, with the shape and dtype that was sent;
+            None returns a new array.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
         `out`, or a new NumPy array of the shape and dtype that was sent.
 
     Raises:
-        ValueError: no such rank, or this one; or `out` has another shape: the array is lost.
-        TypeError: `out` has another dtype, or an object was sent: it is lost.
-        CollectiveTimeout: nothing came in time.
+        ValueError: `source` is not another rank; or `out` has another shape, and the array is lost.
+        TypeError: `out` has another dtype, or an object was sent; the data is lost.
+        CollectiveTimeout: no array has arrived at the deadline.
         PeerFailure: a rank is dead.
 
-    Cost: the bytes go to `out` without a copy, unless they came in the head, or in another order
-        than this rank asks for them.
+    Cost: the elements arrive in `out` without a copy, except short arrays and arrays received in
+        another order than sent.
     """
     direct = group.state_of(P2PEndpoint)
     with direct.enter("recv", timeout, tag, caller(), source=source) as deadline:
@@ -173,12 +174,12 @@ def irecv(
 ) -> Request[Any]:
     """Start receiving an array from another rank.
 
-    Returns at once. Any number of receives may be open: an array goes to the oldest that wants it.
-    Arguments and errors as `recv`, some of them from `wait`; `timeout` begins now, `math.inf` is
-    none. `out` must not be looked at until the request is done.
+    Returns at once. Any number of receives may be open: an array matches the oldest one that fits.
+    Arguments and errors as `recv`; some errors are raised by `wait`. `timeout` starts now;
+    `math.inf` disables it. Do not read `out` until the request is done.
 
     Returns:
-        A request for what `recv` returns; its `envelope` tells source, tag, shape and dtype.
+        A request for the result of `recv`; its `envelope` has source, tag, shape and dtype.
 
     Example:
         >>> import collectives as cc
@@ -228,10 +229,10 @@ def sendrecv(
     out: Any = None,
     timeout: float | None = None,
 ) -> Any:
-    """Send an array to one rank while receiving another one, from the same rank or another.
+    """Send an array to one rank while receiving an array from the same or another rank.
 
-    As `send`, which copies, and `recv`, both with this tag; so `out` may be `x`. Arguments, result
-    and errors as those. The other ranks need not call `sendrecv`.
+    Like `send`, which copies, followed by `recv`, both with this tag; so `out` may be `x`.
+    Arguments, result and errors as for `send` and `recv`. The other ranks need not call `sendrecv`.
 
     Example:
         >>> import collectives as cc
@@ -253,20 +254,21 @@ def probe(
     tag: int | None = 0,
     timeout: float | None = None,
 ) -> Envelope:
-    """Wait until there is an array to receive, and leave it where it is.
+    """Wait until an array can be received, without receiving it.
 
     Args:
-        source: another rank, None for any.
-        tag: as it was sent; None for any.
-        timeout: seconds.
+        source: another rank; None for any rank.
+        tag: tag of the array; None for any tag.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Returns:
         Source, tag, shape and dtype of the array that `recv` with these arguments would return
         next, unless another thread receives it first.
 
     Raises:
-        ValueError: no such rank, or this one; no such tag.
-        CollectiveTimeout: nothing came in time; other than elsewhere the communicator stays usable.
+        ValueError: `source` is not another rank, or the tag is out of range.
+        CollectiveTimeout: no array has arrived at the deadline. Unlike after other timeouts, the
+            communicator stays usable.
         PeerFailure: a rank is dead.
 
     Example:
@@ -302,10 +304,10 @@ def recv_object(
     tag: int | None = 0,
     timeout: float | None = None,
 ) -> Any:
-    """Receive the next Python object that another rank sends to this one, by pickle.
+    """Receive the next Python object that another rank sends to this rank, by pickle.
 
-    Arguments and errors as `recv`; that an array was sent is a TypeError, and the array is lost.
-    See `broadcast_object` about pickle.
+    Arguments and errors as `recv`. If an array was sent, the call raises `TypeError` and the array
+    is lost. See `broadcast_object` about pickle.
 
     Returns:
         A copy of the object.

@@ -19,12 +19,12 @@ __all__ = ["UnexpectedMessage", "ReceiveOperation", "SendOperation", "Transfer"]
 
 
 class UnexpectedMessage:
-    """An array whose head has come.
+    """An array whose header has arrived.
 
     Attributes:
-        head: what has come.
-        memory: for its elements, flat; None before anybody wants them.
-        message: that brings them; None before, and where they are in the head.
+        head: the header.
+        memory: flat memory for the elements; None until a receive needs them.
+        message: message with the elements; None before it starts, and for elements in the header.
     """
 
     __slots__ = ("head", "memory", "message")
@@ -36,18 +36,18 @@ class UnexpectedMessage:
 
 
 class Transfer(ABC):
-    """What has to happen between this rank and another one.
+    """One array between this rank and another rank.
 
     Args:
-        deadline: when that has taken long enough; knows the name of the operation.
+        deadline: limit of the transfer, with the name of the operation.
         ranks: the group, for errors.
         move: moves all messages of the group.
 
     Attributes:
-        over: whether it has come to its end, and what has come of it was handed over.
-        result: what the caller gets, once it is over.
-        error: why it has failed, if it has.
-        job: what a request knows of it; None for a blocking call, and in the end.
+        over: whether the transfer has ended and its outcome was delivered.
+        result: result for the caller, once the transfer has ended.
+        error: reason of a failure, else None.
+        job: state of the request; None for a blocking call, and after the end.
     """
 
     def __init__(self, deadline: Deadline, ranks: RankSet, move: Callable[[], None]) -> None:
@@ -60,24 +60,26 @@ class Transfer(ABC):
         self._move = move
 
     def done(self) -> bool:
-        """Move all messages, and tell whether this is over."""
+        """Move all messages, and return whether the transfer has ended."""
         if not self.over:
             self._move()
         return self.over
 
     @abstractmethod
     def complete(self) -> None:
-        """Hand over what has come of it."""
+        """Deliver the outcome of the transfer."""
 
     def succeed(self, result: Any) -> None:
-        """Hand over a result."""
+        """Deliver a result."""
+        # Clearing the reference breaks the cycle between the transfer and its request.
         job, self.job = self.job, None
         self.result, self.over = result, True
         if job is not None:
             job.succeed(result)
 
     def fail(self, error: BaseException) -> None:
-        """Hand over an error, unless it is over."""
+        """Deliver an error, unless the transfer has ended."""
+        # A transfer that has ended keeps its result: an error of the group comes too late for it.
         if not self.over:
             job, self.job = self.job, None
             self.error, self.over = error, True
@@ -86,12 +88,12 @@ class Transfer(ABC):
 
     @abstractmethod
     def describe(self) -> str:
-        """Say whom this waits for."""
+        """Describe the rank that the transfer waits for."""
 
     @property
     @abstractmethod
     def peers(self) -> Sequence[int]:
-        """The ranks that this waits for."""
+        """The ranks that the transfer waits for."""
 
 
 class SendOperation(Transfer):
@@ -99,10 +101,10 @@ class SendOperation(Transfer):
 
     Args:
         dest: the other rank.
-        copy: memory of ours that is sent; None if it is the caller's.
+        copy: the library's copy of the array; None if the caller's memory is sent.
 
     Attributes:
-        messages: by which it goes, the oldest first.
+        messages: pending messages, in the order of sending.
     """
 
     def __init__(
@@ -120,39 +122,40 @@ class SendOperation(Transfer):
 
     @property
     def copied(self) -> int:
-        """Bytes of our memory."""
+        """Bytes of the library's copy."""
         return 0 if self.copy is None else self.copy.nbytes
 
     def has_gone(self) -> bool:
-        """Poll the messages, and tell whether their memory may change."""
+        """Poll the messages, and return whether their memory may change."""
+        # In order, so that an error names the first message that is still pending.
         while self.messages and self.messages[0].done():
             del self.messages[0]
         return not self.messages
 
     def complete(self) -> None:
-        """Tell that the array may change."""
+        """Deliver the end of the send: the array may change."""
         self.succeed(None)
 
     def describe(self) -> str:
-        """Say whom this waits for."""
+        """Describe the rank that the transfer waits for."""
         waits = [message.describe() for message in self.messages]
         return waits[0] if waits else f"{self.ranks.name([self.dest])} to receive an array"
 
     @property
     def peers(self) -> Sequence[int]:
-        """The rank that it is for."""
+        """The destination."""
         return (self.dest,)
 
 
 class ReceiveOperation(Transfer):
-    """An array that this rank wants.
+    """An array that this rank receives.
 
     Args:
-        source: who sends it; None for any rank.
-        tag: the number that it is sent with; None for any.
-        kind: what it has to be.
-        out: where the caller wants it; None for new memory.
-        ordered: called before a device is written to.
+        source: sending rank; None for any rank.
+        tag: tag of the array; None for any tag.
+        kind: expected kind of data: array or object.
+        out: the caller's array for the result; None for new memory.
+        ordered: called before a write to a device.
     """
 
     def __init__(
@@ -179,21 +182,24 @@ class ReceiveOperation(Transfer):
         self._give_back: Callable[[Array], Any] | None = None
 
     def matches(self, arrival: UnexpectedMessage) -> bool:
-        """Tell whether this takes an array that has come."""
+        """Return whether this receive accepts an arrived array."""
+        # The header names source and tag, whatever the receive expects.
         envelope = arrival.head.envelope
         return self.source in (None, envelope.source) and self.tag in (None, envelope.tag)
 
     def start(self, arrival: UnexpectedMessage) -> Array:
-        """Take an array, and return flat memory for its elements; any, if it does not fit."""
+        """Match an array; return flat memory for its elements, a dummy if `out` does not fit."""
         envelope, kind, nbytes, _ = arrival.head
         self._arrival, self.envelope = arrival, envelope
+        # `Request.envelope` is readable before the elements arrive.
         if self.job is not None:
             self.job.envelope = envelope
         try:
             self._flat = self._target(envelope, kind)
         except Exception as error:
+            # Any error, because the elements are on their way and must be received somewhere.
             self._wrong = error
-            return np.empty(nbytes, np.uint8)  # so that the next array can be received
+            return np.empty(nbytes, np.uint8)  # so that later arrays of the rank can be received
         return self._flat
 
     def _target(self, envelope: Envelope, kind: str) -> Array:
@@ -213,30 +219,35 @@ class ReceiveOperation(Transfer):
         return host_arrays.flat_target(self._memory)
 
     def has_come(self) -> bool:
-        """Poll the message with the elements, if there is one."""
+        """Poll the message with the elements, if any; return whether all elements have arrived."""
         assert self._arrival is not None
+        # None: the elements were in the header.
         return self._arrival.message is None or self._arrival.message.done()
 
     def complete(self) -> None:
-        """Put the elements where they belong, and hand over the result."""
+        """Copy the elements to their destination if needed, and deliver the result."""
         assert self._arrival is not None
         assert self._arrival.memory is not None
         try:
+            # Only now, so that the message has been received and later ones match.
             if self._wrong is not None:
                 raise self._wrong
+            # The elements arrived before the receive was posted, or in the header.
             if self._arrival.memory is not self._flat:
                 host_arrays.raw_bytes(self._flat)[...] = host_arrays.raw_bytes(self._arrival.memory)
             result: Any = host_arrays.copy_to(self._flat, self._memory)
+            # The stream of the caller may still use the device memory of `out`.
             if self._give_back is not None:
                 self._ordered()
                 result = self._give_back(result)
         except Exception as error:
+            # Also an error of another library in `_give_back`: it concerns this transfer alone.
             self.fail(error)
         else:
             self.succeed(result)
 
     def describe(self) -> str:
-        """Say whom this waits for."""
+        """Describe the rank that the transfer waits for."""
         if self._arrival is not None and self._arrival.message is not None:
             return self._arrival.message.describe()
         source = "any rank" if self.source is None else self.ranks.name([self.source])
@@ -245,10 +256,11 @@ class ReceiveOperation(Transfer):
 
     @property
     def peers(self) -> Sequence[int]:
-        """Who has to send it; nobody where several can, since the end of one says nothing."""
+        """The sending rank; empty if several ranks may send, because one death is not final."""
         if self.envelope is not None:
             return (self.envelope.source,)
         if self.source is not None:
             return (self.source,)
+        # With two ranks "any rank" is the other one, whose death is final.
         others = [rank for rank in range(self.ranks.size) if rank != self.ranks.rank]
         return others if len(others) == 1 else ()

@@ -1,8 +1,8 @@
 """Plans that use messages: eager, compressed, or by an algorithm.
 
-The call is compared first, the array copied to where the algorithm works, and the algorithm chosen
-by name and size; a small array travels with the comparison. Arrays are flat and contiguous here,
-and the call has been described.
+Each function compares the call, copies the array into the algorithm's buffer, and picks the
+algorithm by name and size. A small array travels with the comparison. Arrays are flat and
+contiguous here, and the call has a description.
 """
 
 from __future__ import annotations
@@ -32,12 +32,12 @@ __all__ = [
 
 
 class ReduceSpec(NamedTuple):
-    """How arrays are reduced.
+    """Options of a reduction.
 
     Attributes:
-        op: how to combine.
-        algorithm: which is asked for.
-        codec: packs what travels; None if it travels as it is.
+        op: reduction operation.
+        algorithm: the caller's argument.
+        codec: compresses the messages; None sends them uncompressed.
     """
 
     op: Op
@@ -48,6 +48,7 @@ class ReduceSpec(NamedTuple):
 def allreduce(call: Call, send: Array, out: Array, how: ReduceSpec) -> None:
     """Reduce `send` over all ranks into `out`, which may be `send`."""
     if how.codec is not None:
+        # Packing changes the residuals of a codec, so the ranks first compare the calls.
         call.agree()
     elif (buffer := _reduce_eager(call, send, how)) is not None:
         host_arrays.copy_to(buffer, out)
@@ -56,11 +57,12 @@ def allreduce(call: Call, send: Array, out: Array, how: ReduceSpec) -> None:
 
 
 def allreduce_compared(call: Call, send: Array, out: Array, how: ReduceSpec) -> None:
-    """As `allreduce`, of what the ranks have agreed on, or of a slice of it."""
+    """Reduce as `allreduce` does, after the comparison; the arrays may be slices."""
     group, levels = call.group, None
     op, algorithm, codec = how
     divisor = group.size if op is MEAN else 1
     if codec is not None and group.layout.is_hierarchical and algorithm in ("auto", "hierarchical"):
+        # Inside the nodes elements stay uncompressed.
         algorithm, levels = "hierarchical", compressed.between_nodes(group.levels, codec)
     elif codec is not None:
         compressed.allreduce(
@@ -70,7 +72,7 @@ def allreduce_compared(call: Call, send: Array, out: Array, how: ReduceSpec) -> 
         return
     narrow = algorithm == "auto" and reduction.work_dtype(send.dtype) != send.dtype
     if narrow and selection.pick("allreduce", send.nbytes, group.layout) == "ring":
-        # 16 bits travel as they are, half of what a ring of float32 would send, and add up wider.
+        # Send 16-bit elements, half the bytes of a float32 ring, and add them in float32.
         buffer = host_arrays.flat_copy(send, out, send.dtype)
         compressed.allreduce_packed(group.transport, buffer, op, call.deadline, divisor=divisor)
     else:
@@ -81,7 +83,8 @@ def allreduce_compared(call: Call, send: Array, out: Array, how: ReduceSpec) -> 
 
 
 def reduce(call: Call, send: Array, out: Array | None, how: ReduceSpec, root: int) -> None:
-    """Reduce `send` over all ranks into the root's `out`, which is not used elsewhere."""
+    """Reduce `send` over all ranks into the root's `out`; other ranks ignore `out`."""
+    # On other ranks `out` may be a placeholder of the caller, which must stay unchanged.
     out = out if call.group.rank == root else None
     if (buffer := _reduce_eager(call, send, how)) is None:
         buffer = _contribution(call, send, out, how.op)
@@ -94,8 +97,9 @@ def reduce(call: Call, send: Array, out: Array | None, how: ReduceSpec, root: in
 def reduce_scatter(
     call: Call, send: Array, out: Array, how: ReduceSpec, bounds: Sequence[int]
 ) -> None:
-    """Reduce `send` over all ranks, of which this one takes chunk `rank` into `out`."""
+    """Reduce `send` over all ranks, and copy chunk `rank` into `out`."""
     if (buffer := _reduce_eager(call, send, how)) is None:
+        # Without `out`: this buffer holds all chunks, and `out` only the chunk of this rank.
         buffer = _contribution(call, send, None, how.op)
         run = call.algorithm("reduce_scatter", how.algorithm, send.nbytes)
         run(buffer, bounds, how.op, call.deadline)
@@ -105,12 +109,13 @@ def reduce_scatter(
 def broadcast(
     call: Call, send: Array | None, out: Array | None, *, root: int, algorithm: str
 ) -> None:
-    """Replace `out` by the root's `send`; each is used on one side only."""
+    """Copy the root's `send` to `out` on the other ranks."""
     own = call.group.rank == root
     buffer = send if own else out
     assert buffer is not None
     if call.fits_eager(algorithm, buffer.nbytes):
         bits = buffer.view(np.uint8)
+        # The maximum of the root's bytes and of zeros is the root's bytes.
         joined = call.reduce_eager(bits if own else np.zeros(bits.size, np.uint8))
         if not own:
             bits[:] = joined
@@ -120,7 +125,8 @@ def broadcast(
 
 
 def barrier(call: Call, send: None = None, out: None = None, *, algorithm: str) -> None:
-    """Wait for all ranks."""
+    """Wait until all ranks have called."""
+    # The exchange that compares the calls returns only after every rank has entered it.
     if call.fits_eager(algorithm, 0):
         call.reduce_eager(*signature_check.NOTHING)
         return
@@ -129,7 +135,8 @@ def barrier(call: Call, send: None = None, out: None = None, *, algorithm: str) 
 
 
 def _reduce_eager(call: Call, send: Array, how: ReduceSpec) -> Array | None:
-    """Compare the call, and reduce `send` on the way, in the dtype of sums, if it is so small."""
+    """Compare the call; return the reduction of a small `send` in the dtype of sums, else None."""
+    # The size in the dtype of sums, because the messages carry widened elements.
     if call.fits_eager(how.algorithm, send.size * reduction.work_dtype(send.dtype).itemsize):
         return call.reduce_eager(_contribution(call, send, None, how.op), how.op)
     call.agree()
@@ -137,7 +144,7 @@ def _reduce_eager(call: Call, send: Array, how: ReduceSpec) -> Array | None:
 
 
 def _contribution(call: Call, send: Array, out: Array | None, op: Op) -> Array:
-    """Copy a rank's array to where messages are made of it."""
+    """Return a rank's prescaled contribution in the dtype of sums, in `out` if possible."""
     buffer = host_arrays.flat_copy(send, out, reduction.work_dtype(send.dtype))
     reduction.prescale(buffer, op, call.group.size)
     return buffer

@@ -1,8 +1,7 @@
-"""Plan of a repeated gather whose row counts are those of the last call."""
+"""Plan of a repeated gather that expects the row counts of the last call."""
 
 from __future__ import annotations
 
-import ctypes
 import itertools
 import math
 from types import FrameType
@@ -10,7 +9,7 @@ from types import FrameType
 import numpy as np
 
 from collectives.arrays import host_arrays
-from collectives.arrays.host_arrays import ALLOCATE, Array, RowsOut, address
+from collectives.arrays.host_arrays import ALLOCATE, Array, RowsOut
 from collectives.calls import signature
 from collectives.calls.call import Call
 from collectives.calls.counts import output_mismatch
@@ -21,38 +20,40 @@ __all__ = ["GatherPlan"]
 
 
 class GatherPlan:
-    """A gather or an all-gather in the node engine: all move what each has brought the last time.
+    """Plan of a gather or all-gather in the node engine, for the row counts of the last call.
 
-    As they meet they compare what they know of that. Where a rank knows anything else, or nothing
-    yet, all tell how many rows they bring, and how many rows their `out` takes, so that all know of
-    one that does not fit; and then they move them.
+    The ranks compare these counts while they synchronize. If a rank has other counts, or none yet,
+    all ranks exchange their row counts and the rows of `out`, and check every `out`. Then they move
+    the rows.
 
     Args:
-        call: that makes it, and has been described.
+        call: the described call that creates the plan.
+        engine: the node engine.
         array: shape (n, ...).
-        root: who gets the rows; None for all.
+        root: rank that receives the rows; None for all ranks.
 
     Attributes:
-        rows: how many each rank has brought in the last call.
-        shape: of the last result.
-        input_offset: after how many bytes of it this rank's array lies in it.
+        rows: number of rows of each rank in the last call.
+        shape: shape of the last result.
+        input_offset: bytes from the start of the last result to this rank's rows.
     """
 
-    by_messages = False
     arrays = 0
 
     def __init__(self, call: Call, engine: Engine, array: Array, root: int | None = None) -> None:
-        self._group, self._operation = call.group, call.operation
+        self.group, self._operation = call.group, call.operation
         self._takes = root in (None, call.group.rank)
-        self._alone = root is not None and self._takes  # nobody else wants what this rank brings
+        self._alone = root is not None and self._takes  # no other rank reads this rank's rows
         self._dtype, self._row = array.dtype, array.shape[1:]
         self._row_bytes = array.itemsize * math.prod(self._row)
+        # The row count of this rank and the rows of its `out`: the stream of `_tell`.
         self._own = np.array([len(array), ALLOCATE.number])
         self._everyones = np.empty((engine.size, 2), np.int64)
         each = self._own.nbytes
         table = [(rank, 0, each, each * rank) for rank in range(engine.size)]
-        self._addresses = address(self._own), address(self._everyones)
+        # Two rounds: `_tell` exchanges row counts and rows of `out`, `_move` moves the rows.
         self._tell = NodeCall(call, engine.plan_publish(each, table, call.digest, each))
+        # Differs between ranks, so that the first round always exchanges the counts.
         unknown = signature.hash_of({"rows": "unknown", "rank": engine.rank})
         self._move = self._tell.matching_detail(0, [], 0, detail=unknown)
         self._told: list[list[int]] = []
@@ -61,11 +62,11 @@ class GatherPlan:
         self._note([])
 
     def first(self, call: Call, flat: Array, out: RowsOut = ALLOCATE) -> Array | None:
-        """Carry out the call that has made the plan; returns the rows, None where nobody asks."""
-        self._move.first(call)  # with ranks that know rows of earlier calls
+        """Run the call that created the plan; return the rows, None on ranks without a result."""
+        self._move.first(call)  # a detail mismatch: this rank has no counts
         self._own[1] = out.number
         self._tell.first(call, self._own, self._everyones)
-        self._own[1] = ALLOCATE.number  # in later calls
+        self._own[1] = ALLOCATE.number  # the default of later calls
         if error := self._look():
             raise call.announce(error)
         if not self._takes:
@@ -77,77 +78,87 @@ class GatherPlan:
         self._move.first(call, flat, joined)
         return host_arrays.copy_to(joined, result)
 
-    def run(self, send: int, out: int, timeout: float | None, frame: FrameType) -> Array | None:
-        """Make the call once more, whatever the other ranks bring; as `NodeCall.run`.
+    # `first` and `run` make the same rounds in the same order, so that ranks with and without a
+    # plan fit together.
+    def run(
+        self, send: Array, out: Array | None, timeout: float | None, frame: FrameType
+    ) -> Array | None:
+        """Repeat the call with any row counts on other ranks; as `PreparedCall.run`.
 
         Args:
-            send: address of this rank's array.
-            out: address of the result, of the shape of the last one; 0 for a new array.
-            timeout: seconds, None for the setting.
-            frame: of the operation's caller, as for `Recorder.take`.
-
-        Returns:
-            The new array, if it is one.
+            send: this rank's array.
+            out: array with the shape of the last result, separate from `send` or with `send` at
+                `input_offset`; None for a new array.
+            timeout: seconds; None uses UNISONO_TIMEOUT.
+            frame: frame of the operation's caller, as for `Recorder.take`.
 
         Raises:
-            ValueError: the ranks bring another number of rows than `out` takes.
+            ValueError: the number of rows of all ranks is not the number of rows of `out`.
         """
-        made: Array | None = None
-        error: Exception | None = None
+        makes = self._takes and out is None
+        # For the row counts of the last call: whether they still hold is known only after the first
+        # round.
+        result = np.empty(self.shape, self._dtype) if makes else out
 
-        def room() -> int:
-            nonlocal made
-            made = None
-            if not self._takes or (out and self._is_free(send, out)):
-                return out
-            made = np.empty(self.shape, self._dtype)
-            return address(made)
-
-        def tell_and_move() -> None:
-            nonlocal error
+        def tell_and_move() -> Exception | None:
+            nonlocal result
+            # The counts are equal to the last ones on all ranks, so the first round has moved the
+            # rows.
             if not self._move.is_mismatch:
-                return
-            self._own[1] = sum(self.rows) if out else ALLOCATE.number
+                return None
+            # `out` has the shape of the last result, which is not the shape of the next one.
+            self._own[1] = ALLOCATE.number if out is None else sum(self.rows)
             try:
-                self._tell.meet(*self._addresses, timeout)
+                self._tell.meet(self._own, self._everyones, timeout)
             finally:
                 self._own[1] = ALLOCATE.number
             error = self._look()
             if error is None:
-                self._move.meet(send, room(), timeout)
+                # With other counts `send` may overlap `out` at a wrong offset: then copy at the
+                # end.
+                result = out
+                if makes or (out is not None and not self._is_free(send, out)):
+                    result = np.empty(self.shape, self._dtype)
+                self._move.meet(send, result, timeout)
+            return error
 
-        self._move.run(send, room(), timeout, frame, tell_and_move)
-        if error is not None:  # which all ranks know
-            raise error
-        if out and made is not None:
-            ctypes.memmove(out, address(made), made.nbytes)
-            return None
-        return made
+        self._move.run(send, result, timeout, frame, tell_and_move)
+        if out is None:
+            return result
+        if result is not None and result is not out:
+            out[...] = result
+        return None
 
-    def _is_free(self, send: int, out: int) -> bool:
-        """Whether a result may grow where it shall lie while the array is read."""
-        before, after = out - send, send - out
+    def _is_free(self, send: Array, out: Array) -> bool:
+        """Whether a result can be written to `out` while `send` is read."""
+        readable = self.group.address_reader.readable
+        before = readable(out) - readable(send)
+        # Free if `send` is its own part of `out`, if `out` begins behind `send`, or `send` behind
+        # `out`.
+        after = -before
         return after == self.input_offset or before >= self._own_bytes or after >= self._nbytes
 
     def _note(self, rows: list[int]) -> None:
-        """Note how many rows each rank brings, and what follows."""
+        """Store the row counts of all ranks, and the sizes that follow from them."""
         self.rows = rows
         self.shape = (sum(rows), *self._row)
-        self.input_offset = self._row_bytes * sum(rows[: self._group.rank])
+        self.input_offset = self._row_bytes * sum(rows[: self.group.rank])
         self._nbytes = self._row_bytes * sum(rows)
 
     def _look(self) -> Exception | None:
-        """Plan the move of what each rank has said it brings; or say whose `out` does not fit."""
+        """Plan the move for the exchanged row counts; return an error if an `out` does not fit."""
         told = self._everyones.tolist()
+        # All ranks have passed the numbers of the last exchange, which fitted.
         if told == self._told:
             return None
         rows, given = ([pair[i] for pair in told] for i in (0, 1))
         error = output_mismatch(
-            self._group, self._operation, self._row, given, [sum(rows)] * len(rows)
+            self.group, self._operation, self._row, given, [sum(rows)] * len(rows)
         )
         if error is not None:
             return error
         if rows != self.rows:
+            # In bytes, because the kernels that copy know no dtypes.
             bounds = [0, *(self._row_bytes * n for n in itertools.accumulate(rows))]
             table = [
                 (rank, 0, stop - start, start)
@@ -156,6 +167,8 @@ class GatherPlan:
             ]
             own, longest = self._own_bytes, max(rows) * self._row_bytes
             kept = (0, own) if self._alone else (0, 0)
+            # So the next call finds equal details if the counts stay equal, and moves the rows at
+            # once.
             detail = signature.hash_of({"rows": tuple(rows)})
             self._move = self._tell.matching_detail(own, table, longest, kept, detail)
             self._note(rows)

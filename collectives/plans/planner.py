@@ -1,9 +1,9 @@
 """Planner: turns a described call into a plan that later calls reuse.
 
-What a call needs follows from its operation, op, dtype, shape, root and algorithm, its *key*. The
-first call looks at its arguments, describes itself, makes a plan of what it found
-(`collectives.plans.prepared_calls`), and runs that; the group keeps it. Later calls find it by the
-key (`collectives.operations.plan_cache`), and run it. At most 256 are kept, without arrays.
+The *key* of a call is its operation, op, dtype, shape, root and algorithm. The first call with a
+key checks its arguments, describes itself, makes a plan (`collectives.plans.prepared_calls`) and
+runs it. The group keeps the plan, and later calls find it by the key
+(`collectives.operations.plan_cache`). A group keeps at most 256 plans, without their arrays.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from collectives.plans.prepared_calls import (
     EagerCall,
     MessageCall,
     NodeCall,
-    as_plan_argument,
+    PreparedCall,
 )
 from collectives.tracing.call_sites import caller
 
@@ -44,30 +44,33 @@ __all__ = [
     "reduce_scatter",
 ]
 
-# How many plans a group keeps; a training step makes a few dozen different calls.
+# Most plans of a group; a training step makes a few dozen different calls.
 MOST = 256
 
 
 def allreduce(call: Call, send: Array, out: Array, how: ReduceSpec) -> AnyCall:
-    """Plan the all-reduce of flat arrays that a call has described."""
+    """Plan the all-reduce of flat arrays in a described call."""
     engine = call.engine_for(how.algorithm)
     if engine is None:
+        # Prepared messages first: they carry up to 64 KiB, the comparison of a `MessageCall` 3 KiB.
         small = eager_allreduce(call, send, how)
         return small or MessageCall(call, partial(messages.allreduce, how=how))
-    if place := engine.shared.location_of_pair(send, out):  # which is reduced by another kernel
+    if place := engine.shared.location_of_pair(send, out):  # another kernel, so all ranks need it
         call.add(memory=f"shared array {place.number} + {place.offset} bytes")
     return NodeCall(call, engine.plan_allreduce(send, out, how.op, call.digest))
 
 
 def eager_allreduce(call: Call, send: Array, how: ReduceSpec) -> EagerCall | None:
-    """Plan an all-reduce that compiled code sends and combines with the comparison, if it can."""
+    """Plan an all-reduce inside the comparison's messages; None if it does not fit."""
     group, op = call.group, how.op
     if (
         how.codec is not None
         or not call.fits_eager(
             how.algorithm, send.nbytes, signature_check.max_piggyback_bytes(group.layout)
         )
+        # 16-bit floats are widened for their sums, which the kernel does not do (`by_messages`).
         or reduction.work_dtype(send.dtype) != send.dtype
+        # Then only one rank of each node sends messages, with the data of all ranks of the node.
         or signature_check.per_node(group.layout)
         or (found := signature_check.eager_exchange_of(group)) is None
     ):
@@ -82,32 +85,34 @@ def reduce_scatter(
     how: ReduceSpec,
     shape: tuple[int, ...] | None = None,
 ) -> NodeCall | MessageCall:
-    """Plan a reduction of flat arrays, of which each rank takes a chunk; of that shape, or flat."""
+    """Plan a reduction of flat arrays into one chunk per rank; `shape` is this rank's result."""
     shape = (bounds[call.group.rank + 1] - bounds[call.group.rank],) if shape is None else shape
     engine = call.engine_for(how.algorithm)
     if engine is None:
         move = partial(messages.reduce_scatter, how=how, bounds=bounds)
         return MessageCall(call, move, shape)
     work = engine.plan_reduce_scatter(send, None, bounds, how.op, call.digest)
-    before = bounds[call.group.rank] * send.itemsize  # the kernel counts from the whole's begin
+    before = bounds[call.group.rank] * send.itemsize  # kernels index from the start of the array
     return NodeCall(call, work, shape, before)
 
 
 def broadcast(
     call: Call, buffer: Array, root: int, algorithm: str = "auto"
 ) -> NodeCall | MessageCall:
-    """Plan the broadcast of arrays like a flat one, in a call that has been described."""
+    """Plan the broadcast of arrays like the flat `buffer`, in a described call."""
     engine = call.engine_for(algorithm)
     if engine is None:
         return MessageCall(call, partial(messages.broadcast, root=root, algorithm=algorithm))
     own, nbytes = call.group.rank == root, buffer.nbytes
+    # The root needs no copy of its own stream.
     wanted = [] if own or not nbytes else [(root, 0, nbytes, 0)]
     work = engine.plan_publish(nbytes if own else 0, wanted, call.digest, nbytes)
     return NodeCall(call, work)
 
 
 def broadcast_chunk(call: Call, buffer: Array, root: int, algorithm: str = "auto") -> None:
-    """Broadcast a part of what the ranks have agreed on, or will as they meet."""
+    """Broadcast a part of an array; by messages, the ranks have compared the call before."""
+    # In the engine each part compares the calls again, at no cost.
     if call.engine_for(algorithm) is None:
         call.algorithm("broadcast", algorithm, buffer.nbytes)(buffer, root, call.deadline)
     else:
@@ -115,32 +120,31 @@ def broadcast_chunk(call: Call, buffer: Array, root: int, algorithm: str = "auto
 
 
 class CompositePlan(NamedTuple):
-    """A call that is more than one plan.
+    """A call of several plans.
 
     Attributes:
         group: the ranks.
-        run: makes the call, with flat arrays; as `MessageCall.run`.
+        run: runs the call, as `PreparedCall.run`.
     """
 
     group: Group
-    run: Callable[[Array, Array, float | None, FrameType], None]
-    by_messages: bool = True  # it is given arrays, whatever it does with them
+    run: Callable[[Array, Array | None, float | None, FrameType], None]
 
 
 class Plan(Generic[A]):
-    """Makes one call with the same arrays, again and again; made by `plan_allreduce` and its kind.
+    """Repeats one call with the same arrays; created by `plan_allreduce` and similar methods.
 
-    Calling it is *collective*, and one of the communicator's calls: all ranks make the same calls
-    in the same order. In the node engine everything is resolved when the plan is made, and a call
-    costs little more than the exchange itself.
+    Calling a plan is *collective* and counts as a call of the communicator: all ranks make the same
+    calls in the same order. In the node engine the plan holds everything that a call needs, so a
+    call costs little more than the exchange.
 
     Args:
-        array: what the caller gets.
-        send: the memory of what this rank brings, shape (n,).
-        out: the memory of `array`, perhaps the same.
-        plan: of the call.
-        operation: its name in descriptions and errors.
-        timeout: seconds, None for the setting.
+        array: result for the caller.
+        send: memory of this rank's input, shape (n,).
+        out: memory of `array`; may be `send`.
+        plan: the prepared call.
+        operation: name of the operation in descriptions and errors.
+        timeout: seconds; None uses UNISONO_TIMEOUT.
 
     Raises (when called):
         MismatchError: the ranks do not make the same call; on all ranks.
@@ -148,8 +152,7 @@ class Plan(Generic[A]):
     """
 
     __slots__ = (
-        "_address", "_group", "_kept", "_kernel", "_out", "_plan", "_send", "_timeout", "array",
-        "operation",
+        "_address", "_group", "_kernel", "_out", "_plan", "_send", "_timeout", "array", "operation",
     )  # fmt: skip
 
     def __init__(
@@ -157,27 +160,28 @@ class Plan(Generic[A]):
         array: A,
         send: Array,
         out: Array,
-        plan: AnyCall | CompositePlan,
+        plan: PreparedCall,
         operation: str,
         timeout: float | None,
     ) -> None:
         self.array = array
-        self._kept = send, out
-        self._send, self._out = as_plan_argument(plan, send), as_plan_argument(plan, out)
+        self._send, self._out = send, out
         self._plan = plan
         self.operation = operation
         self._group = plan.group
         self._timeout = timeout
         self._kernel = None
-        if isinstance(plan, NodeCall):  # whose block knows the arrays
+        if isinstance(plan, NodeCall):  # the addresses stay in its block
             plan.bind(send, out)
             self._kernel, self._address = plan.kernel, plan.block
 
     def __call__(self) -> A:
-        """Make the call, and return the array with its result."""
+        """Run the call, and return the array with the result."""
         if self._kernel is None:
             self._plan.run(self._send, self._out, self._timeout, caller())
             return self.array
+        # As `NodeCall.repeat`, but without a record: that takes longer than the exchange of 8
+        # bytes.
         group = self._group
         if group.gate is not None:
             group.check_free(self.operation)
@@ -186,6 +190,7 @@ class Plan(Generic[A]):
             if status := self._kernel(self._address):
                 self._go_on(status)
         except BaseException as error:
+            # After a mismatch no data is pending and all ranks raise, so the group stays usable.
             if not isinstance(error, MismatchError):
                 group.mark_failed(self.operation, error)  # also after Ctrl-C
             raise
@@ -194,11 +199,12 @@ class Plan(Generic[A]):
         return self.array
 
     def _go_on(self, status: int) -> None:
-        """Wait for the others, and record that."""
+        """Continue a call after a nonzero status of the kernel, with a record."""
         assert isinstance(self._plan, NodeCall)
-        if status == NOTED:  # it is over, and for the timeline only
+        if status == NOTED:  # complete; only the timeline needs an entry
             self._group.note_cached_call(self.operation, self._plan.fields)
             return
+        # The kernel has not completed the call, so it takes long enough for a record.
         record = self._group.begin(self.operation, self._plan.fields)
         failure = None
         try:

@@ -1,13 +1,15 @@
 """Three kinds of prepared calls: node engine, eager and messages.
 
-| plan | ranks meet | what is kept |
+| plan | synchronization | contents |
 | --- | --- | --- |
-| `NodeCall` | in shared memory | description and its hash, kernel, loops, bounds and tables |
-| `EagerCall` | by small messages of compiled code | description and its hash, kernel, loops |
-| `MessageCall` | by messages | description, and the function that moves the arrays |
+| `NodeCall` | shared memory | description and its hash, kernel, loops, bounds and tables |
+| `EagerCall` | small messages of compiled code | description and its hash, kernel, loops |
+| `MessageCall` | messages | description, and the function that moves the arrays |
 
-A call that makes a plan and one that has found it meet in the same rounds, or messages, and compare
-the same hashes, so that it does not matter which ranks found one.
+A call that creates a plan and a call that reuses one use the same rounds or messages and compare
+the same hashes. So some ranks may have a plan while other ranks create one.
+
+These classes, `gather_plan.GatherPlan` and `planner.CompositePlan` implement `PreparedCall`.
 """
 
 from __future__ import annotations
@@ -17,12 +19,13 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import FrameType
-from typing import Any, Protocol, cast
+from typing import Protocol, cast
 
 from collectives.algorithms.eager import EagerBlock, EagerExchange
-from collectives.arrays.host_arrays import Array, address
+from collectives.arrays.host_arrays import Array
 from collectives.calls import signature
 from collectives.calls.call import Call, begin_call
+from collectives.calls.group import Group
 from collectives.core.errors import MismatchError
 from collectives.kernels.structures import field_view
 from collectives.node.control_block import NOTED, Block
@@ -30,89 +33,110 @@ from collectives.node.engine import CopyTable, KernelCall
 from collectives.tracing.peer_status import StatusBoard
 from collectives.tracing.recorder import Record
 
-__all__ = ["AnyCall", "EagerCall", "MessageCall", "NodeCall", "PlanArguments", "as_plan_argument"]
+__all__ = ["AnyCall", "EagerCall", "MessageCall", "NodeCall", "PreparedCall"]
 
 
-class _AddressCall(ABC):
-    """A call of compiled code that is ready but for the addresses of its arrays.
+class PreparedCall(Protocol):
+    """A call that needs only its arrays."""
+
+    @property
+    def group(self) -> Group:
+        """The ranks."""
+
+    def run(
+        self, send: Array, out: Array | None, timeout: float | None, frame: FrameType, /
+    ) -> Array | None:
+        """Repeat the call.
+
+        Args:
+            send: this rank's array, contiguous.
+            out: contiguous array for the result; None if this rank has no result or needs a new
+                array.
+            timeout: seconds; None uses UNISONO_TIMEOUT.
+            frame: frame of the operation's caller, as for `Recorder.take`.
+
+        Returns:
+            The result if the call created an array for it, else None.
+
+        Raises:
+            CollectiveError: an earlier call failed.
+            MismatchError: the ranks do not make the same call; on all ranks.
+            CollectiveTimeout: a rank is missing after `timeout` seconds.
+        """
+
+
+class _KernelCall(ABC):
+    """A call of compiled code that needs only the addresses of its arrays.
 
     Args:
-        call: that makes it, and has been described.
-        shape: of the result; that of the array if None.
+        call: the described call that creates the plan.
+        shape: shape of the result; None for the shape of the array.
     """
 
-    by_messages = False
-
-    # Address of two words that are to have the addresses of the arrays, if `repeat` makes the call.
+    # Address of two words for the addresses of the arrays, which `repeat` needs; 0 without
+    # `repeat`.
     arrays = 0
 
     def __init__(self, call: Call, shape: tuple[int, ...] | None = None) -> None:
         self.shape = shape
         self.group = call.group
         self._description = call.description
+        # Records name the operation apart from the fields; a mismatch needs both, in
+        # `_description`.
         self.fields = dict(self._description)
         self.operation = str(self.fields.pop("operation"))
 
     def run(
         self,
-        send: int,
-        out: int,
+        send: Array | None,
+        out: Array | None,
         timeout: float | None,
         frame: FrameType,
-        then: Callable[[], None] | None = None,
+        then: Callable[[], Exception | None] | None = None,
     ) -> None:
-        """Make the call once more.
-
-        Args:
-            send: address of this rank's array.
-            out: address of the result.
-            timeout: seconds, None for the setting.
-            frame: of the operation's caller, as for `Recorder.take`.
-            then: does the rest of the call.
-
-        Raises:
-            CollectiveError: an earlier call failed.
-            MismatchError: the ranks do not make the same call; on all ranks.
-            CollectiveTimeout: some rank did not come within `timeout` seconds.
-        """
-        group = self.group
+        """Repeat the call as `PreparedCall.run`; `then` as for `NodeCall.repeat`."""
+        group, error = self.group, None
         if group.gate is not None:
             group.check_free(self.operation)
         record = None
+        # From here on an error makes the group unusable, because other ranks may be in the call.
         try:
             group.gate = self
             group.call_number += 1
             record = group.begin(self.operation, self.fields, frame)
             self.meet(send, out, timeout)
             if then is not None:
-                then()
-        except BaseException as error:
-            self._record_failure(record, error)
+                error = then()
+        except BaseException as failure:
+            self._record_failure(record, failure)
             raise
         finally:
             group.gate = group.unusable
-        group.end(record, None)
+        group.end(record, error)
+        if error is not None:
+            raise error
 
     def _record_failure(self, record: Record | None, error: BaseException) -> None:
-        """Record that a call has failed, and what that means for later ones."""
+        """Record the failure of a call, and make the group unusable except after a mismatch."""
+        # After a mismatch no message is pending and all ranks raise, so the group stays usable.
         if not isinstance(error, MismatchError):
             self.group.mark_failed(self.operation, error)  # also after Ctrl-C
         if record is not None:
             self.group.end(record, error)
 
     @abstractmethod
-    def meet(self, send: int, out: int, timeout: float | None) -> None:
-        """Call the kernel until it is done; arguments and errors as `run`."""
+    def meet(self, send: Array | None, out: Array | None, timeout: float | None) -> None:
+        """Run the kernel until the call is complete; arguments and errors as `run`."""
 
 
-class NodeCall(_AddressCall):
-    """A call in the node engine that is ready but for the addresses of its arrays.
+class NodeCall(_KernelCall):
+    """A call in the node engine that needs only the addresses of its arrays.
 
     Args:
-        call: that makes it, and has been described.
+        call: the described call that creates the plan.
         work: kernel, block and tables.
-        shape: of the result; that of the array if None.
-        before: how many bytes before the result the whole array would begin, of which it is a part.
+        shape: shape of the result; None for the shape of the array.
+        before: offset of the result in the whole array, in bytes, if the result is a chunk.
     """
 
     def __init__(
@@ -133,6 +157,7 @@ class NodeCall(_AddressCall):
         self.kernel = work.kernel
         self.block = ctypes.addressof(work.block)
         self._send, self._out = (field_view(work.block, name) for name in ("send", "out"))
+        # `AddressReader.bind` stores addresses without an offset, and only for arrays of one shape.
         takes = self.shape is None and self._before == 0
         self.arrays = self.block + Block.send.offset if takes else 0
 
@@ -144,7 +169,8 @@ class NodeCall(_AddressCall):
         kept: tuple[int, int] = (0, 0),
         detail: int = 0,
     ) -> NodeCall:
-        """Plan another meeting of the same call; arguments as `Engine.plan_publish`."""
+        """Plan another round of the same call; arguments as `Engine.plan_publish`."""
+        # The copy shares group, engine and description, and gets a block of its own.
         other = copy.copy(self)
         digest = signature.hash_of(self._description)
         other._use(self._engine.plan_publish(nbytes, table, digest, longest, kept, detail))
@@ -152,156 +178,172 @@ class NodeCall(_AddressCall):
 
     @property
     def is_mismatch(self) -> bool:
-        """Whether the ranks knew different details in the last meeting, and nothing has moved."""
+        """Whether the last round found different details, so that no data moved."""
         return bool(self._work.block.detail_mismatch)
 
     @property
     def input_offset(self) -> int:
-        """After how many bytes of the result this rank's array may begin, of which it is a part."""
+        """Bytes from the result to the start of this rank's array, if they share memory."""
         return -self._before
 
     def run(
         self,
-        send: int,
-        out: int,
+        send: Array | None,
+        out: Array | None,
         timeout: float | None,
         frame: FrameType,
-        then: Callable[[], None] | None = None,
+        then: Callable[[], Exception | None] | None = None,
     ) -> None:
-        """As for all plans; `then` does what is left where nothing has moved (`is_mismatch`)."""
-        if self.group.listener is not self.group.status:  # who wants more than a kernel tells
+        """Repeat the call as `PreparedCall.run`; `then` completes it after a detail mismatch."""
+        if self.group.listener is not self.group.status:  # a timeline, which needs full records
             super().run(send, out, timeout, frame, then)
             return
         group = self.group
         if group.gate is not None:
             group.check_free(self.operation)
         group.gate = self
-        self._send[0] = send
-        self._out[0] = out - self._before
+        readable = group.address_reader.readable  # inline, because a call of `bind` costs 0.1 us
+        self._send[0] = 0 if send is None else readable(send)
+        self._out[0] = (0 if out is None else readable(out)) - self._before
         self.repeat(timeout, frame, then)
 
     def repeat(
-        self, timeout: float | None, frame: FrameType, then: Callable[[], None] | None = None
+        self,
+        timeout: float | None,
+        frame: FrameType,
+        then: Callable[[], Exception | None] | None = None,
     ) -> None:
-        """As `run`, with arrays of which the block knows (`arrays`), and told by the kernel itself.
+        """Repeat the call with the addresses in the block (`arrays`); the kernel writes the record.
 
         The caller stores this plan as the group's gate before it changes the block, because
-        another thread may use the same plan.
-
-        What the recorder and the other ranks of the node are told is the same.
+        another thread may use the same plan. Flight records and status board get the same contents
+        as from `run`.
 
         Args:
-            timeout: seconds, None for the setting.
-            frame: of the operation's caller, as for `Recorder.take`.
-            then: does the rest of the call if nothing has moved (`is_mismatch`).
+            timeout: seconds; None uses UNISONO_TIMEOUT.
+            frame: frame of the operation's caller, as for `Recorder.take`.
+            then: completes the call after a detail mismatch (`is_mismatch`); may return an error.
+                All ranks raise it, and the group stays usable.
         """
         group, operation = self.group, self.operation
-        record = None
+        record = error = None
         try:
             group.call_number = number = group.call_number + 1
             record = group.recorder.take(number, operation, self.fields, frame)
-            board = cast(StatusBoard, group.status)  # there is one with the engine
+            board = cast(StatusBoard, group.status)  # exists, because the engine exists
+            # Loops repeat a call from one line, and then the text of the last note still fits.
             if record.caller is not board.caller or operation != board.operation:
                 board.write_text(record)
             status = self.kernel(self.block, record.address, number)
             if status:
                 self.go_on(status, timeout)
+            # Different details are not an error: the kernel returns DONE, and has moved nothing.
             if then is not None and self.is_mismatch:
-                if not status:  # the kernel has told that it is over
+                if not status:  # the kernel has recorded the end: record a new start
                     record.begin()
                     board.enter(record)
-                then()
+                error = then()
                 status = NOTED
-        except BaseException as error:
-            self._record_failure(record, error)
+        except BaseException as failure:
+            self._record_failure(record, failure)
             raise
         finally:
             group.gate = group.unusable
+        # After DONE the kernel has recorded the end itself.
         if status:
-            group.end(record, None)
+            group.end(record, error)
+        if error is not None:
+            raise error
 
     def bind(self, send: Array | None, out: Array | None) -> None:
-        """Say where its arrays are, for calls of the kernel alone."""
-        self._send[0] = 0 if send is None else address(send)
-        self._out[0] = 0 if out is None else address(out) - self._before
+        """Write the addresses of the arrays into the block, for direct calls of the kernel."""
+        readable = self.group.address_reader.readable
+        self._send[0] = 0 if send is None else readable(send)
+        self._out[0] = (0 if out is None else readable(out)) - self._before
 
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
-        """Carry out the call that has made the plan; raises what `Call.checked` does."""
+        """Run the call that created the plan; errors as `Call.checked`."""
         self.bind(send, out)
         call.drive(self._work)
 
-    def meet(self, send: int, out: int, timeout: float | None) -> None:
-        """Call the kernel until it is done; arguments and errors as `run`."""
-        self._send[0] = send
-        self._out[0] = out - self._before
+    def meet(self, send: Array | None, out: Array | None, timeout: float | None) -> None:
+        """Run the kernel until the call is complete; arguments and errors as `run`."""
+        self.bind(send, out)
         if status := self.kernel(self.block):
             self.go_on(status, timeout)
 
     def go_on(self, status: int, timeout: float | None) -> None:
-        """Wait for the others, of whom the kernel has told this status, or say in what they differ.
+        """Continue a call after a nonzero status of the kernel: wait, or raise a mismatch.
 
         Arguments and errors as `run`.
         """
-        if status == NOTED:  # done
+        if status == NOTED:  # complete
             return
         deadline = self.group.deadline(self.operation, timeout)
+        # The comparison fails on all ranks of the round, so all of them exchange descriptions.
         if not self._engine.run(self._work, deadline, status):
             signature.raise_mismatch(self.group.transport, self._description, deadline)
 
 
-class EagerCall(_AddressCall):
+class EagerCall(_KernelCall):
     """A small call by messages of compiled code.
 
     Args:
-        call: that makes it, and has been described.
-        exchange: that sends it.
-        block: of its kernel.
+        call: the described call that creates the plan.
+        exchange: sends the messages.
+        block: arguments of the kernel.
     """
 
     def __init__(self, call: Call, exchange: EagerExchange, block: EagerBlock) -> None:
         super().__init__(call)
-        self.fields.pop(signature.NUMBER, None)  # of which every call has its own
+        self.fields.pop(signature.NUMBER, None)  # every call has its own number
         self._exchange = exchange
         self._kernel = exchange.kernel
         self._block = block
         self._hash, self._inverse_hash, self._send, self._out = (
             field_view(block.fields, name) for name in ("hash", "inverse_hash", "send", "out")
         )
+        # Without the number: `_fill` adds the number of each call, in less time than a hash takes.
         self._digest = signature.hash_of({"operation": self.operation, **self.fields})
 
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
-        """Carry out the call that has made the plan; raises what `Call.checked` does."""
-        self._fill(*(0 if array is None else address(array) for array in (send, out)))
+        """Run the call that created the plan; errors as `Call.checked`."""
+        self._fill(send, out)
         call.exchange_eager(self._exchange, self._block)
 
-    def meet(self, send: int, out: int, timeout: float | None) -> None:
-        """Call the kernel until it is done; arguments and errors as `run`."""
+    def meet(self, send: Array | None, out: Array | None, timeout: float | None) -> None:
+        """Run the kernel until the call is complete; arguments and errors as `run`."""
         self._fill(send, out)
         if status := self._kernel(self._block.address):
             group = self.group
             deadline = group.deadline(self.operation, timeout)
             if not self._exchange.run(self._block, status, deadline):
+                # The description has the number of the first call.
                 call = {**self._description, signature.NUMBER: group.call_number}
                 signature.raise_mismatch(group.transport, call, deadline)
 
-    def _fill(self, send: int, out: int) -> None:
+    def _fill(self, send: Array | None, out: Array | None) -> None:
+        # The number detects ranks that are out of step with equal calls.
         digest = signature.with_number(self._digest, self.group.call_number)
+        # Both words, because one minimum over all ranks then finds any difference: min(~h) is
+        # ~max(h).
         self._hash[0], self._inverse_hash[0] = digest, ~digest
-        self._send[0], self._out[0] = send, out
+        readable = self.group.address_reader.readable
+        self._send[0] = 0 if send is None else readable(send)
+        self._out[0] = 0 if out is None else readable(out)
 
 
 class MessageCall:
-    """A call by messages whose arguments have been looked at.
+    """A call by messages with checked arguments.
 
     Args:
-        call: that makes it, and has been described.
-        move: compares the call, and moves flat arrays.
-        shape: of the result; that of the array if None.
+        call: the described call that creates the plan.
+        move: compares the call and moves flat arrays.
+        shape: shape of the result; None for the shape of the array.
     """
 
-    by_messages = True
     arrays = 0
-    input_offset = None  # nowhere: see `NodeCall.input_offset`
+    input_offset = None  # arrays may not overlap; see `NodeCall.input_offset`
 
     def __init__(
         self, call: Call, move: Callable[..., None], shape: tuple[int, ...] | None = None
@@ -309,37 +351,26 @@ class MessageCall:
         self.shape = shape
         self.group = call.group
         self._fields = call.description
+        # `description` is a copy, so the call keeps its own fields.
         self.operation = str(self._fields.pop("operation"))
-        self._fields.pop(signature.NUMBER, None)  # of which later calls have their own
+        self._fields.pop(signature.NUMBER, None)  # every call has its own number
         self._move = move
 
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
-        """Carry out the call that has made the plan."""
+        """Run the call that created the plan."""
         self._move(call, send, out)
 
     def run(
         self, send: Array | None, out: Array | None, timeout: float | None, frame: FrameType
     ) -> None:
-        """Make the call once more, with flat arrays; arguments and errors as `NodeCall.run`.
+        """Repeat the call; arguments and errors as `PreparedCall.run`.
 
-        `begin_call` finds the caller without `frame`, in a microsecond of at least 20.
+        `begin_call` finds the caller without `frame`: 1 us, in a call of at least 20 us.
         """
         with begin_call(self.group, self.operation, timeout) as call:
             call.describe(**self._fields)
-            self._move(call, send, out)
+            flat = [None if array is None else array.reshape(-1) for array in (send, out)]
+            self._move(call, *flat)
 
 
 AnyCall = NodeCall | EagerCall | MessageCall
-
-
-class PlanArguments(Protocol):
-    """A plan, as far as it says how it takes arrays."""
-
-    @property
-    def by_messages(self) -> bool:
-        """Whether as arrays; else by their addresses."""
-
-
-def as_plan_argument(plan: PlanArguments, array: Array) -> Any:
-    """Return an array as a plan takes it; whoever gives it, keeps it."""
-    return array if plan.by_messages else address(array)

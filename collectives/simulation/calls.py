@@ -33,19 +33,19 @@ def seconds(
     within: float = NEVER,
     progress: Callable[[int, float], None] | None = None,
 ) -> float:
-    """Return how long a call takes, from when all ranks begin until the last one has ended.
+    """Return the seconds from the common start of a call until the last rank has finished.
 
     Args:
         operation: a key of `selection.ALGORITHMS`.
-        algorithm: of that operation, but "native"; the root is rank 0.
-        nbytes: of the whole array, of float32; what is left over by 4 does not count.
+        algorithm: an algorithm of the operation, except "native"; the root is rank 0.
+        nbytes: bytes of the whole float32 array, rounded down to a multiple of 4.
         cluster: the ranks.
-        eager: bytes of the longest message that does not ask its receiver first.
-        within: real seconds that it may take.
+        eager: bytes of the longest eager message.
+        within: limit of the simulation in real seconds.
         progress: as for `EventClock.run`.
 
     Raises:
-        Stopped: it takes longer than that.
+        Stopped: the simulation exceeded its limit.
         PeerFailure: a rank died.
         ImportError: greenlet is not installed.
     """
@@ -61,15 +61,15 @@ def simulate_sequence(
     within: float = NEVER,
     progress: Callable[[int, float], None] | None = None,
 ) -> float:
-    """Return how long the comparison of a call takes with which so many bytes travel.
+    """Return the seconds of a signature check that carries `nbytes`.
 
-    The eager messages of a real job are sent by compiled code that calls MPI (`algorithms.eager`),
-    for which there is none here; the same schedule goes, at the cost of eager messages.
+    In a real job compiled code calls MPI for eager messages (`algorithms.eager`). The simulation
+    runs the same schedule at the cost of eager messages.
 
     Args:
-        nbytes: of the contribution; 0 for the comparison alone.
+        nbytes: bytes of the contribution; 0 for the check alone.
         cluster: the ranks.
-        by_nodes: whether one rank of each node speaks for it.
+        by_nodes: whether one rank per node uses the network.
         within: as for `seconds`.
         progress: as for `seconds`.
 
@@ -89,17 +89,17 @@ def simulate_check(
     calls: int = 1,
     python: Sequence[float] | None = None,
 ) -> float:
-    """Return how long one of several all-reduces takes, each compared first, one after the other.
+    """Return the seconds of one of several consecutive all-reduces, each with its signature check.
 
-    As benchmarks do it: the ranks leave a barrier, and the one that needs longest counts.
+    As in the benchmarks: the ranks leave a barrier, and the slowest rank counts.
 
     Args:
-        algorithm: None where the array travels with the comparison.
+        algorithm: None if the array travels with the check.
         nbytes: as for `seconds`.
         cluster: the ranks.
-        by_nodes: as for `together`.
-        calls: how many.
-        python: seconds of each rank's program for the algorithm, besides its messages (`overhead`).
+        by_nodes: as for `simulate_sequence`.
+        calls: number of all-reduces.
+        python: seconds of each rank's program for the algorithm, without messages (`overhead`).
 
     Raises:
         As `seconds`.
@@ -109,16 +109,20 @@ def simulate_check(
 
     def series(access: RankContext) -> float:
         rank = access.transport.simulated
+        # The ranks leave the barrier at different times, as in a benchmark.
         tree.barrier(access.transport, Deadline("barrier", NEVER))
         began = rank.now
         for _ in range(calls):
+            # The array travels with the comparison, or after it.
             compared(access)
             if run is not None:
                 own = 0.0 if python is None else python[rank.number]
+                # Python before and inside the algorithm, slower if other ranks have used the core.
                 rank.advance((cluster.layout.call + own) * rank.cache_cold)
                 run(access)
         return rank.now - began
 
+    # Of all calls, because one call may overlap with the next.
     slowest: float = max(rank.result for rank in _check_ended(cluster, series))
     return slowest / calls
 
@@ -126,7 +130,7 @@ def simulate_check(
 def _algorithm(
     operation: str, algorithm: str, nbytes: int, cluster: SimulatedCluster
 ) -> Callable[[RankContext], None]:
-    """Return what a rank does in a call by an algorithm."""
+    """Return a function that runs one call of an algorithm on a rank."""
     run = selection.ALGORITHMS[operation][algorithm].run
     arguments = _ARGUMENTS[operation]
     count = nbytes // _DTYPE.itemsize
@@ -143,11 +147,13 @@ def _algorithm(
 def _comparison(
     nbytes: int, cluster: SimulatedCluster, *, by_nodes: bool
 ) -> Callable[[RankContext], None]:
-    """Return what a rank does to compare a call."""
+    """Return a function that runs one signature check on a rank."""
     length = HEAD_BYTES + nbytes
+    # Combining takes time on the processor, not on a link.
     combining = cluster.layout.combined(nbytes)
 
     def call(over: RankContext) -> None:
+        # The comparison runs in compiled code.
         access = over.eager()
         deadline = Deadline("comparison", NEVER)
         rank = access.transport.simulated
@@ -160,6 +166,7 @@ def _comparison(
 
         if by_nodes:
             assert access.levels is not None
+            # The engine's stages need an array; without payload nothing touches it.
             message = np.empty(length, np.uint8)
             hierarchical.allreduce_custom(access.levels, message, combine, between, deadline)
         else:
@@ -169,18 +176,19 @@ def _comparison(
 
 
 def _last(cluster: SimulatedCluster, call: Callable[[RankContext], None], **how: Any) -> float:
-    """Return when the last rank has ended."""
+    """Return the seconds until the last rank has finished."""
     return max(rank.seconds for rank in _check_ended(cluster, call, **how))
 
 
 def _check_ended(
     cluster: SimulatedCluster, call: Callable[[RankContext], Any], **how: Any
 ) -> list[RankResult]:
-    """Return how all ranks have ended.
+    """Return the results of all ranks.
 
     Raises:
-        Whatever one of them has raised.
+        The error of a rank.
     """
+    # Only lengths: the seconds do not depend on contents.
     ended = ranks.run(cluster, call, payload=False, **how)
     error = ranks.first_error(ended)
     if error is not None:
@@ -212,8 +220,8 @@ def _alltoall(
     return np.empty(count, _DTYPE), lengths, [own] * len(lengths)
 
 
-# What comes between the ranks and the deadline. Memory of NumPy is not touched here, so that it
-# takes none.
+# Arguments between the ranks and the deadline. NumPy arrays are not touched here, so that they take
+# no memory.
 _ARGUMENTS: dict[str, Callable[[RankContext, int, list[int], list[int]], tuple[Any, ...]]] = {
     "allreduce": lambda *own: (_buffer(*own), SUM),
     "reduce": lambda *own: (_buffer(*own), SUM, 0),

@@ -1,9 +1,8 @@
 """Buffers of simulated ranks, whose loops take virtual time.
 
-Algorithms work in NumPy arrays or in a `DeviceBuffer`, whose device does what they ask for by a
-module such as CuPy. Here that module is a rank's processor: it lets time pass, and has NumPy do the
-work where there are contents at all. A buffer without contents is as long as it says, and takes no
-memory.
+Algorithms work on NumPy arrays or on a `DeviceBuffer`, whose device uses a module such as CuPy.
+Here that module is a rank's processor: it advances virtual time, and computes with NumPy if buffers
+have contents. A buffer without contents has a length, and takes no memory.
 """
 
 from __future__ import annotations
@@ -22,28 +21,29 @@ __all__ = ["SimulatedMemory"]
 
 
 class SimulatedMemory:
-    """The memory of one rank.
+    """Memory of one rank.
 
     Args:
-        rank: whose.
-        gamma: seconds for a byte that is combined with another.
+        rank: the rank.
+        gamma: seconds per byte that is combined with another.
         payload: whether buffers have contents.
     """
 
     def __init__(self, rank: SimulatedRank, gamma: float, *, payload: bool) -> None:
+        # `Device` enters a context for each operation; here it does nothing.
         self._device = Device(_Processor(rank, gamma, payload=payload), contextlib.nullcontext())
 
     def holding(self, contents: Array) -> DeviceBuffer:
-        """Return a buffer of an array, shape (n,), contiguous; it stays the same memory."""
+        """Return a buffer on an array, shape (n,), contiguous, without copying it."""
         return DeviceBuffer(self._device, contents, contents.dtype)
 
     def empty(self, count: int, dtype: np.dtype[Any]) -> DeviceBuffer:
-        """Return a buffer of so many elements, with or without contents."""
+        """Return a buffer of `count` elements, with or without contents."""
         return DeviceBuffer(self._device, self._device.cupy.empty(count, dtype), dtype)
 
 
 class _Length:
-    """An array of which only the length is known."""
+    """An array without contents: only its length."""
 
     __slots__ = ("itemsize", "size")
 
@@ -55,25 +55,28 @@ class _Length:
         return self.size * self.itemsize
 
     def __getitem__(self, part: slice) -> _Length:
+        # As slices of arrays: bounds beyond the end are cut.
         begin, end, _ = part.indices(self.size)
         return _Length(end - begin if end > begin else 0, self.itemsize)
 
+    # Without contents nothing is copied.
     def __setitem__(self, part: object, value: object) -> None:
         pass
 
 
 class _Processor:
-    """What a `Device` takes for CuPy: the loops that algorithms use, and a stream."""
+    """Replacement for CuPy in a `Device`: the loops that algorithms use, and a stream."""
 
     def __init__(self, rank: SimulatedRank, gamma: float, *, payload: bool) -> None:
         self._rank, self._gamma, self._payload = rank, gamma, payload
+        # `Device` asks `cupy.cuda` for the stream.
         self.cuda = self
 
     def get_current_stream(self) -> _Processor:
         return self
 
     def synchronize(self) -> None:
-        pass  # what is put there is done at once
+        pass  # every loop has finished when it returns
 
     def empty(self, count: int, dtype: np.dtype[Any]) -> Any:
         return np.empty(count, dtype) if self._payload else _Length(count, dtype.itemsize)
@@ -94,6 +97,7 @@ class _Processor:
         self._combine(np.true_divide, one, other, out)
 
     def _combine(self, function: Callable[..., Any], one: Any, other: Any, out: Any) -> None:
+        # The bytes of the result: `gamma` is per combined byte.
         nbytes = out.nbytes
         if self._payload:
             function(one, other, out=out)

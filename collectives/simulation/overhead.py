@@ -1,8 +1,8 @@
 """Python overhead of an algorithm, measured with messages that take no time.
 
-Schedules, slices and scratch cost 5 to 40 us in each call, which no link has and `tune` does not
-measure; where lines are fast and arrays small it is a third of a call. The processor of this
-machine is measured, which should be that of the machines that are simulated.
+Schedules, slices and scratch cost 5 to 40 us per call. No link includes them, and `tune` does not
+measure them; on fast lines they are a third of the time of small arrays. The processor of this
+machine is measured, so it should resemble the simulated machines.
 """
 
 from __future__ import annotations
@@ -21,14 +21,14 @@ from collectives.transport.transport import Deadline, PendingMessage, Transport
 
 __all__ = ["seconds"]
 
-# The least of so many calls counts: others on the machine only ever add time.
+# The fastest of 30 calls counts, because other programs of the machine only add time.
 _CALLS = 30
 
 _OVER = CompletedWait("nothing", (), has_come=True)
 
 
 class _NullTransport(Transport):
-    """Messages of one rank that are over as soon as they have begun."""
+    """Messages of one rank that are complete as soon as they are started."""
 
     def __init__(self, rank: int, size: int) -> None:
         self.rank, self.size = rank, size
@@ -46,22 +46,24 @@ class _NullTransport(Transport):
         pass
 
     def split(self, color: int | None, key: int) -> Transport | None:
-        raise NotImplementedError("split: nobody else is there")
+        raise NotImplementedError("split: a null transport has no other ranks")
 
     def close(self) -> None:
         pass
 
 
 def seconds(algorithm: str, layout: RankLayout, leaders: Sequence[int]) -> list[float]:
-    """Return what an all-reduce by an algorithm takes of each rank's processor.
+    """Return the processor seconds of an all-reduce algorithm on each rank.
 
     Args:
-        algorithm: of an all-reduce, but "native".
+        algorithm: algorithm of an all-reduce, except "native".
         layout: the ranks.
-        leaders: the lowest rank of every rank's node.
+        leaders: lowest rank of every rank's node.
     """
     run = selection.ALGORITHMS["allreduce"][algorithm].run
+    # A limit that is never reached, because no message is missing.
     deadline = Deadline("allreduce", 60.0)
+    # Small, because the bytes would add to the measured Python.
     data = np.zeros(8 * layout.size, np.float32)
     found = []
     for rank in range(layout.size):

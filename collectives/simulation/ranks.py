@@ -19,14 +19,14 @@ __all__ = ["RankContext", "RankResult", "first_error", "run"]
 
 
 class RankContext(NamedTuple):
-    """What a function on a simulated rank has.
+    """Arguments of a function on a simulated rank.
 
     Attributes:
-        transport: its messages to all ranks.
-        levels: nodes and rails, with the engine's seconds inside the nodes; None where there are
-            not several nodes with several ranks on some.
-        memory: where its buffers are.
-        eager: returns the same ranks with messages as cheap as those of compiled code.
+        transport: messages to all ranks.
+        levels: nodes and rails, with modelled stages inside the nodes; None unless there are
+            several nodes, some with several ranks.
+        memory: memory for its buffers.
+        eager: returns the same context with the message costs of compiled code.
     """
 
     transport: SimulatedTransport
@@ -36,13 +36,13 @@ class RankContext(NamedTuple):
 
 
 class RankResult(NamedTuple):
-    """How one rank has ended.
+    """Outcome of one rank.
 
     Attributes:
-        result: what its function returned.
-        error: what it raised; None if nothing, or if it died.
-        died: whether it died.
-        seconds: on its clock.
+        result: return value of the function.
+        error: exception of the function; None if it raised none, or if the rank died.
+        died: whether the rank died.
+        seconds: end on its clock.
     """
 
     result: Any
@@ -60,18 +60,18 @@ def run(
     within: float = NEVER,
     progress: Callable[[int, float], None] | None = None,
 ) -> list[RankResult]:
-    """Call `function(access)` on every rank; all begin at the same time.
+    """Call `function(access)` on every rank, starting at the same time.
 
     Args:
         cluster: the ranks.
-        function: what each of them does; it must not wait for anything but its messages.
-        payload: whether messages and buffers have contents; without, only their lengths count.
-        eager: bytes of the longest message that does not ask its receiver first; -1 if all do.
-        within: real seconds that it may take.
+        function: program of a rank; it must wait for nothing but its messages.
+        payload: whether messages and buffers have contents, or only lengths.
+        eager: bytes of the longest eager message; -1 for none.
+        within: limit in real seconds.
         progress: as for `EventClock.run`.
 
     Returns:
-        In rank order.
+        outcomes in rank order.
 
     Raises:
         Stopped: as `EventClock.run`.
@@ -79,11 +79,13 @@ def run(
     """
     clock = EventClock(cluster)
     waits = cluster.waiting
+    # Compiled code has its own costs of messages.
     compiled = cluster.layout.compiled().machine
     networks = [
         SimulatedFabric(clock, machine, waiting, payload=payload, eager=eager)
         for machine, waiting in ((cluster.machine, waits.python), (compiled, waits.eager))
     ]
+    # The same cost for all bytes, as in the cost model.
     gamma = cluster.layout.combined(1.0)
     several = cluster.layout.is_hierarchical
     leaders = cluster.leaders()
@@ -94,11 +96,14 @@ def run(
         levels = None
         if several:
             levels = hierarchical.levels(transport, leaders, cluster.machine)
+            # A node with one rank has no stages.
             if levels.node.size > 1:
                 members = [clock.ranks[levels.node.parent_rank(r)] for r in range(levels.node.size)]
+                # One object per node, shared by its ranks.
                 node = nodes.setdefault(members[0].number, Node(clock, members, payload=payload))
                 levels = in_node(levels, node)
         memory = SimulatedMemory(rank, gamma, payload=payload)
+        # Lazily, because most programs send only one kind of messages.
         return RankContext(transport, levels, memory, partial(access, rank, networks[1]))
 
     def program(rank: SimulatedRank) -> Any:
@@ -106,16 +111,18 @@ def run(
 
     clock.run([partial(program, rank) for rank in clock.ranks], within, progress)
     return [
+        # A death is an event of the simulation, not an error.
         RankResult(rank.result, None if rank.died else rank.error, rank.died, rank.now)
         for rank in clock.ranks
     ]
 
 
 def first_error(ended: Sequence[RankResult]) -> BaseException | None:
-    """Return what went wrong first, which may be why others wait in vain; None if all is well."""
+    """Return the first error, the likely cause of later timeouts; None without errors."""
 
     def order(rank: RankResult) -> tuple[bool, float]:
-        return isinstance(rank.error, CollectiveTimeout), rank.seconds  # told when all wait
+        # Timeouts follow from the first failure.
+        return isinstance(rank.error, CollectiveTimeout), rank.seconds  # raised when all wait
 
     failed = [rank for rank in ended if rank.error is not None]
     return min(failed, key=order).error if failed else None

@@ -1,7 +1,7 @@
 """Simulated intra-node stages, with the node engine's modelled time.
 
-The ranks of a node come when they come; when the last one is there, their buffers are what the
-stage makes of them, and each works for the engine's seconds, those of the closed forms.
+Ranks of a node enter a stage at different times. When the last one has entered, the stage updates
+their buffers, and each rank works for the seconds of the cost model.
 """
 
 from __future__ import annotations
@@ -25,11 +25,11 @@ __all__ = ["Node", "in_node"]
 
 
 class Node:
-    """The ranks of one node, and who of them has come to the present meeting.
+    """The ranks of one node, and which of them have entered the present stage.
 
     Args:
-        clock: of all ranks.
-        ranks: of the node, by local rank.
+        clock: clock of all ranks.
+        ranks: ranks of the node, by local rank.
         payload: whether buffers have contents.
     """
 
@@ -39,7 +39,7 @@ class Node:
         self.payload = payload
         self._clock = clock
         self._ranks = ranks
-        self._come: dict[int, Any] = {}  # local rank -> what it brings
+        self._come: dict[int, Any] = {}  # local rank -> its buffer, of ranks that have entered
 
     def meet(
         self,
@@ -49,26 +49,30 @@ class Node:
         combine: Callable[[list[Any]], None],
         operation: str,
     ) -> None:
-        """Wait for all ranks of the node, and for the time that they need then.
+        """Wait for all ranks of the node, and then work for `seconds`.
 
         Args:
-            local_rank: who comes.
+            local_rank: the rank that enters.
             brought: its buffer.
-            seconds: that each works from when the last one has come.
-            combine: changes the buffers of all, by local rank; called once, with contents only.
-            operation: the name that errors carry.
+            seconds: work of each rank after the last one has entered.
+            combine: updates all buffers, by local rank; called once, and only with contents.
+            operation: name for errors.
         """
         self._come[local_rank] = brought
         own = self._ranks[local_rank]
+        # The last rank to enter runs on; it wakes the others.
         if len(self._come) == len(self._ranks):
             if self.payload:
+                # In the order of local ranks, as the node engine combines.
                 combine([self._come[rank] for rank in range(len(self._ranks))])
             self._come = {}
+            # Ranks ahead of the clock may be later than this one.
             start = max(rank.now for rank in self._ranks)
             own.now = start
             for rank in self._ranks:
                 if rank is not own:
                     self._clock.at(start, self._wake, rank)
+            # Each rank works after the stage has begun.
             own.advance(seconds)
             return
         missing = [rank.number for n, rank in enumerate(self._ranks) if n not in self._come]
@@ -80,12 +84,12 @@ class Node:
         own.advance(seconds)
 
     def _wake(self, rank: SimulatedRank) -> None:
-        if rank.waits_for is not None:  # it may have died, or heard of a death
+        if rank.waits_for is not None:  # else it has died, or raised an error
             rank.wake(self._clock.now)
 
 
 def in_node(levels: Levels, node: Node) -> Levels:
-    """Return levels whose stages inside this rank's node are meetings."""
+    """Return levels whose stages inside this rank's node are simulated."""
     own = levels.node.rank
     return levels._replace(
         reduce_scatter=partial(_reduce_scatter, node, own),
@@ -98,12 +102,13 @@ def in_node(levels: Levels, node: Node) -> Levels:
 def _reduce_scatter(
     node: Node, own: int, buffer: Any, bounds: Sequence[int], op: Op, deadline: Deadline
 ) -> None:
-    """Reduce so that this rank's chunk is complete; summed by local rank."""
+    """Reduce this rank's chunk, in place, in the order of local ranks."""
     function = getattr(np, reduction.RULES[op].function)
 
     def combine(buffers: list[Any]) -> None:
         for rank, buffer in enumerate(buffers):
             chunk = slice(bounds[rank], bounds[rank + 1])
+            # A copy, because the sum must not change the buffer of rank 0.
             total = buffers[0].view[chunk].copy()
             for other in buffers[1:]:
                 with reduction.ignore_float_errors():
@@ -112,6 +117,7 @@ def _reduce_scatter(
 
     longest = _longest(bounds) * buffer.itemsize
     seconds = hierarchical.stage_seconds(buffer.nbytes, longest, node.layout)
+    # `bounds` has one entry more than ranks, and the first chunk needs no addition.
     seconds += (len(bounds) - 2) * longest * node.layout.machine.shared.gamma
     node.meet(own, buffer, seconds, combine, deadline.operation)
 
@@ -133,7 +139,7 @@ def _allgather(
 
 
 def _broadcast(node: Node, own: int, buffer: Any, root: int, deadline: Deadline) -> None:
-    """Replace a buffer by the root's."""
+    """Replace a buffer by the root's, in place."""
 
     def combine(buffers: list[Any]) -> None:
         for other in buffers:
@@ -144,12 +150,13 @@ def _broadcast(node: Node, own: int, buffer: Any, root: int, deadline: Deadline)
 
 
 def _barrier(node: Node, own: int, deadline: Deadline) -> None:
-    """Wait for the ranks of the node."""
+    """Wait until all ranks of the node have entered."""
     seconds = hierarchical.stage_seconds(0, 0, node.layout)
     node.meet(own, None, seconds, lambda buffers: None, deadline.operation)
 
 
 def _contents(buffer: Any) -> Any:
+    # Buffers of the simulation have a view; plain arrays are used by comparisons.
     return getattr(buffer, "view", buffer)
 
 

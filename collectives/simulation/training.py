@@ -1,15 +1,15 @@
 """Simulated training steps of many replicas: compute times and waiting.
 
-Below, a replica is nothing but the seconds that it computes in each step, drawn from a distribution
-with stragglers, and what its gradient takes on the lines. Four ways to train:
+A replica is modelled by its compute seconds in each step, drawn from a distribution with
+stragglers, and by the time of its gradients on the lines. Four ways to train:
 
-    all-reduce           a step ends when everybody's gradients have been reduced
-    spare replicas       a step ends with the gradient that it needs last; late ones are dropped
-    synchronous ps       all workers push to s tasks and get the values back from them
-    asynchronous ps      each worker pushes and gets by itself; its gradient may be stale
+    all-reduce           a step ends when all gradients have been reduced
+    spare replicas       a step ends with the last gradient it needs; late ones are dropped
+    synchronous ps       all workers push to s tasks and pull the values
+    asynchronous ps      each worker pushes and pulls by itself; its gradient may be stale
 
-A ps task has a line in and a line out, which its workers use one after the other; what a worker
-moves is spread evenly over the tasks.
+A ps task has a line in and a line out, which its workers use one after the other. A worker's bytes
+are spread evenly over the tasks.
 """
 
 from __future__ import annotations
@@ -34,25 +34,25 @@ __all__ = [
     "spare_replicas",
 ]
 
-# The share of a step that the backward pass takes, in which gradients get ready: it multiplies
-# twice where the forward pass does once.
+# Share of the backward pass, in which gradients become ready, in a step: it has two matrix products
+# for each one of the forward pass.
 _BACKWARD = 2 / 3
 
 
 @dataclass(frozen=True)
 class Compute:
-    """What replicas compute for, in seconds: gamma-distributed, and now and then a straggler.
+    """Distribution of compute times, in seconds: gamma-distributed, with occasional stragglers.
 
-    Where times of steps have been measured, it is drawn from them instead.
+    Measured times of steps replace the gamma distribution.
 
     Args:
-        mean: of a step, without stragglers.
+        mean: mean of a step, without stragglers.
         spread: standard deviation over the mean.
-        slow_share: the share of all steps of all replicas in which one is a straggler.
-        slow_by: how many times as long that takes.
-        seed: the same gives the same times.
-        measured: seconds of steps in any unit, scaled so that their mean is `mean`; each is drawn
-            as often as any other. In place of a spread.
+        slow_share: share of stragglers among all steps of all replicas.
+        slow_by: slowdown of a straggler.
+        seed: seed of the random numbers.
+        measured: times of steps in any unit, scaled to the mean `mean` and drawn with equal
+            probability; replaces `spread`.
     """
 
     mean: float
@@ -67,6 +67,7 @@ class Compute:
 
     def draw(self, steps: int, replicas: int) -> Array:
         """Return seconds, shape (steps, replicas), float64."""
+        # Seeded, so that all ways to train get the same times.
         rng = np.random.default_rng(self.seed)
         drawn = np.full((steps, replicas), self.mean)
         if self.measured:
@@ -81,13 +82,13 @@ class Compute:
 
 @dataclass(frozen=True)
 class TrainingResult:
-    """What training came to.
+    """Outcome of a training.
 
     Attributes:
-        steps_per_second: updates; with `gradients` each.
-        gradients: that an update is made of, on average.
-        waiting: the share of its time in which a replica neither computes nor is dropped.
-        stale: updates between what a gradient was computed with and what it was applied to, mean.
+        steps_per_second: updates per second, each of `gradients` gradients.
+        gradients: mean number of gradients per update.
+        waiting: share of the time in which a replica neither computes nor is dropped.
+        stale: mean number of updates between computing and applying a gradient.
     """
 
     steps_per_second: float
@@ -97,13 +98,14 @@ class TrainingResult:
 
     @property
     def gradients_per_second(self) -> float:
-        """Gradients that counted, per second: what a speedup compares."""
+        """Applied gradients per second, the basis of speedups."""
         return self.steps_per_second * self.gradients
 
 
 def ready_fractions(gradients: Sequence[int]) -> list[float]:
-    """Return after which share of a step each bucket of so many bytes is ready, in their order."""
+    """Return the share of a step after which each bucket is ready, given their bytes in order."""
     whole = sum(gradients)
+    # Gradients become ready evenly over the backward pass.
     return [1 - _BACKWARD * (1 - passed / whole) for passed in itertools.accumulate(gradients)]
 
 
@@ -111,14 +113,16 @@ def all_reduce(drawn: Array, buckets: Sequence[tuple[float, float]]) -> Training
     """Train with an all-reduce of every bucket in every step.
 
     Args:
-        drawn: of `Compute.draw`.
-        buckets: in order, for each when it is ready on all ranks, as a share of the slowest one's
-            step, and the seconds that its all-reduce takes; one at a time is reduced.
+        drawn: result of `Compute.draw`.
+        buckets: (time when it is ready on all ranks, as a share of the slowest rank's step; seconds
+            of its all-reduce), in order; buckets are reduced one at a time.
     """
     slowest = drawn.max(axis=1)
     ends = np.zeros_like(slowest)
     for ready, took in buckets:
+        # A bucket waits for the bucket before it, and for its gradients.
         ends = np.maximum(ends, ready * slowest) + took
+    # A step lasts at least as long as the slowest computation.
     ends = np.maximum(ends, slowest)
     steps, replicas = drawn.shape
     whole = float(ends.sum())
@@ -128,67 +132,77 @@ def all_reduce(drawn: Array, buckets: Sequence[tuple[float, float]]) -> Training
 def spare_replicas(drawn: Array, needed: int, exchange: float) -> TrainingResult:
     """Train with the first `needed` gradients of each step.
 
-    Who is late finishes its gradient, which is dropped, and begins with the newest step.
+    A late replica finishes its gradient, which is dropped, and continues with the newest step.
 
     Args:
-        drawn: of `Compute.draw`.
-        needed: gradients of a step.
+        drawn: result of `Compute.draw`.
+        needed: gradients per step.
         exchange: seconds from the last of them to new values on all replicas.
     """
     steps, replicas = drawn.shape
     now, idle = 0.0, 0.0
     free = np.zeros(replicas)
     for row in drawn:
+        # A replica begins with the newest values, or when it has finished a late gradient.
         begun = np.maximum(free, now)
         idle += float((begun - free).sum())
         done = begun + row
+        # The `needed`-th fastest gradient ends the step.
         now = float(np.partition(done, needed - 1)[needed - 1]) + exchange
+        # Replicas that worked through the step are late, and finish first.
         free = np.where(begun < now, done, free)
     return TrainingResult(steps / now, needed, idle / replicas / now)
 
 
 def servers(drawn: Array, tasks: int, line: float) -> TrainingResult:
-    """Train in steps of all workers through ps tasks, which get all gradients and send the values.
+    """Train with synchronous steps of all workers through parameter servers.
 
     Args:
-        drawn: of `Compute.draw`, a column for each worker.
-        tasks: of the ps.
+        drawn: result of `Compute.draw`, a column per worker.
+        tasks: number of ps tasks.
         line: seconds in which the bytes of all variables pass one line.
     """
     steps, workers = drawn.shape
-    own = max(line, line * workers / tasks)  # a task's line carries a share of everybody's
+    own = max(line, line * workers / tasks)  # a task's line carries a share of all workers' bytes
     ends = np.empty(steps)
     for step, row in enumerate(drawn):
         arrived = 0.0
-        for done in np.sort(row):  # the last gradient waits for those that are under way
+        for done in np.sort(row):  # a gradient waits for earlier ones on the line
+            # Tasks receive in parallel, and each worker's bytes pass its own line.
             arrived = max(arrived + line / tasks, float(done) + line)
+        # Then all workers pull, over lines that are shared as for pushing.
         ends[step] = max(arrived, float(row.max()) + line) + own
     whole = float(ends.sum())
     return TrainingResult(steps / whole, workers, 1 - float(drawn.sum()) / workers / whole)
 
 
 def asynchronous(drawn: Array, tasks: int, line: float) -> TrainingResult:
-    """Train with workers that push and get by themselves; arguments as `servers`."""
+    """Train with workers that push and pull by themselves; arguments as `servers`."""
     steps, workers = drawn.shape
     service = line / tasks
+    # (time, phase, worker): the heap gives the next one in time.
     events = [(float(drawn[0, worker]), 0, worker) for worker in range(workers)]
     events.sort()
     made = [0] * workers  # gradients so far
-    seen = [0] * workers  # updates in the values that it computes with
+    seen = [0] * workers  # number of updates in the values of its present step
     updates, stale, computed = 0, 0, 0.0
     free_in = free_out = now = 0.0
     total = steps * workers
+    # Endless: the last update ends the loop.
     for _ in itertools.repeat(None):
         now, phase, worker = heappop(events)
-        if phase == 0:  # its gradient is ready: over the lines of the tasks and its own
+        if phase == 0:  # its gradient is ready for the lines of the tasks and its own
+            # The tasks' lines in are used one worker after the other.
             free_in = max(free_in, now) + service
+            # At least the time on the worker's own line.
             heappush(events, (max(free_in, now + line), 1, worker))
             computed += float(drawn[made[worker] % steps, worker])
             continue
-        if phase == 2:  # the values are there
+        if phase == 2:  # the values have arrived
             made[worker] += 1
             heappush(events, (now + float(drawn[made[worker] % steps, worker]), 0, worker))
             continue
+        # Updates by other workers since this one pulled.
         stale += updates - seen[worker]
         updates += 1
         seen[worker] = updates
@@ -196,4 +210,5 @@ def asynchronous(drawn: Array, tasks: int, line: float) -> TrainingResult:
             break
         free_out = max(free_out, now) + service
         heappush(events, (max(free_out, now + line), 2, worker))
+    # Clipped, because computations of the last steps are counted as a whole.
     return TrainingResult(total / now, 1, max(0.0, 1 - computed / workers / now), stale / total)

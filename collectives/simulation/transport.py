@@ -1,8 +1,8 @@
 """Transport between simulated ranks.
 
-A message costs both programs some time, when it is started and when its arrival is noticed. One of
-up to `EAGER_BYTES` goes at once, and its memory is free again; a longer one asks first, and goes
-when the receiver has answered that it knows where to put it, two ways later.
+A message costs both programs some time: when it is started, and when its arrival is noticed. A
+message of up to `EAGER_BYTES` is sent at once, and its memory is free again. A longer one uses a
+rendezvous: it starts when the receiver's answer arrives, two latencies later.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from collectives.transport.transport import Deadline, PendingMessage, Transport
 
 __all__ = ["EAGER_BYTES", "SimulatedFabric", "SimulatedTransport"]
 
-# What `launch` sets for Open MPI over TCP: a slice of a ring goes without asking.
+# The limit that `launch` sets for Open MPI over TCP: slices of a ring are sent eagerly.
 EAGER_BYTES = 270336
 
-# What the kernel hands on as one piece (TCP's offload). Programs that share cores copy longer
-# messages while the pieces before are on the line.
+# Size of the kernel's packets (TCP segmentation offload). Programs on shared cores copy longer
+# messages while earlier packets are on the line.
 _PIECE_BYTES = 64 << 10
 
 
@@ -34,11 +34,11 @@ class _End:
     """One end of a message: a send, or a receive.
 
     Attributes:
-        when: seconds on the clock when it is done; `NEVER` as long as that is not known.
-        cost: what noticing it costs the program.
-        other: the other end, when both are known.
-        memory: of a send, its bytes, as they are or were; None if nobody asks for them.
-        landed: of a send, when it is there, if no receive has been started by then.
+        when: seconds on the clock when it completes; `NEVER` while unknown.
+        cost: seconds that noticing completion costs the program.
+        other: the other end, once both exist.
+        memory: bytes of a send, or a copy of them; None if no one reads them.
+        landed: arrival time of a send without a receive.
     """
 
     __slots__ = ("_name", "cost", "landed", "memory", "nbytes", "other", "peer", "rank", "ready",
@@ -51,7 +51,9 @@ class _End:
         self.peer = peer
         self.verb = verb
         self.cost = 0.0
+        # Times are unknown until the other side has acted.
         self.when = self.landed = NEVER
+        # The program's time, which may be ahead of the clock.
         self.ready = self.rank.now
         self.other: _End | None = None
         self._name = transport.name
@@ -68,29 +70,34 @@ class _End:
 
 
 class _Pair:
-    """What is under way from one rank to another, in one direction."""
+    """Messages from one rank to another, in one direction."""
 
     __slots__ = ("connection", "cost", "receives", "receiving", "sending", "sends", "under_way")
 
     def __init__(self, network: SimulatedFabric, source: int, dest: int) -> None:
+        # Messages of a pair keep their order on one connection.
         self.connection = network.lines.connect(source, dest, self._arrive)
         self.cost = network.lines.cost(source, dest)
-        # Seconds of a byte, of the programs that share their cores.
+        # Seconds per byte of programs that share their cores.
         copying, ranks = network.lines.copying(source, dest), network.clock.ranks
+        # Without sharing, copying overlaps with the line.
         self.sending = copying if ranks[source].shares else 0.0
         self.receiving = copying if ranks[dest].shares else 0.0
-        self.sends: deque[_End] = deque()  # for which no receive has been started
-        self.receives: deque[_End] = deque()  # for which no send has been started
-        self.under_way: deque[_End] = deque()  # sends that the connection has
+        self.sends: deque[_End] = deque()  # without a matching receive
+        self.receives: deque[_End] = deque()  # without a matching send
+        self.under_way: deque[_End] = deque()  # sends on the connection
 
     def _arrive(self, when: float) -> None:
-        """Let the receiver have a message, if it has asked for it."""
+        """Deliver a message to its receive, or keep its arrival time."""
+        # In order, as the connection carries them.
         send = self.under_way.popleft()
         receive = send.other
         if receive is None:
+            # The receive will find the message there.
             send.landed = when
         else:
             _deliver(send, receive, when)
+        # A rendezvous send completes with its arrival.
         if send.when == NEVER:
             send.when = when
             if send.rank.waits_for is send:
@@ -98,10 +105,11 @@ class _Pair:
 
 
 def _deliver(send: _End, receive: _End, when: float) -> None:
-    """Fill the receiver's memory, and let it go on if it waits."""
+    """Fill the receiver's memory, and wake it if it waits."""
+    # Different lengths raise in `wait`; then nothing is copied.
     if send.memory is not None and send.nbytes == receive.nbytes:
         _bytes(receive.memory)[:] = _bytes(send.memory)
-    # Nobody looks in a circle: objects go as soon as they are done with, millions in a simulation.
+    # Breaks the reference cycle, because garbage collection is off and simulations have millions.
     send.memory = send.other = None
     receive.when = when
     if receive.rank.waits_for is receive:
@@ -113,14 +121,14 @@ def _bytes(memory: Any) -> Array:
 
 
 class SimulatedFabric:
-    """What the transports of all ranks of a cluster share.
+    """State that the transports of all ranks share.
 
     Args:
-        clock: of the ranks.
-        machine: what messages cost.
-        waiting: how a rank waits for one.
-        payload: whether bytes are moved, or counted only.
-        eager: bytes of the longest message that does not ask first; -1 if all do.
+        clock: the clock.
+        machine: costs of messages.
+        waiting: how a rank waits for a message.
+        payload: whether bytes are copied, or only counted.
+        eager: bytes of the longest eager message; -1 for none.
     """
 
     def __init__(
@@ -140,7 +148,7 @@ class SimulatedFabric:
         self._pairs: dict[tuple[int, int], _Pair] = {}
 
     def pair(self, source: int, dest: int) -> _Pair:
-        """Return what is under way from one rank to another."""
+        """Return the messages from one rank to another."""
         found = self._pairs.get((source, dest))
         if found is None:
             found = self._pairs[source, dest] = _Pair(self, source, dest)
@@ -151,8 +159,8 @@ class SimulatedTransport(Transport):
     """Messages of one simulated rank.
 
     Args:
-        network: of all ranks.
-        simulated: this one.
+        network: the network of all ranks.
+        simulated: this rank.
     """
 
     def __init__(self, network: SimulatedFabric, simulated: SimulatedRank) -> None:
@@ -164,24 +172,30 @@ class SimulatedTransport(Transport):
 
     def _start_send(self, data: Array, dest: int) -> PendingMessage:
         network, rank = self._network, self.simulated
+        # Looked up once for each peer.
         pair = self._to.get(dest)
         if pair is None:
             pair = self._to[dest] = network.pair(self.rank, dest)
         first = min(data.nbytes, _PIECE_BYTES)
+        # The program copies the first piece before the line starts.
         rank.advance(pair.cost + pair.sending * first if pair.sending else pair.cost)
         send = _End(self, data, dest, "receive")
+        # Nothing to copy, so the caller's memory is not kept alive.
         if not network.payload:
             send.memory = None
+        # The oldest receive, as in MPI.
         receive = pair.receives.popleft() if pair.receives else None
         if receive is not None:
             send.other, receive.other = receive, send
         else:
             pair.sends.append(send)
         if send.nbytes <= network.eager:
+            # The rest is copied while the first piece is on the line.
             if pair.sending and send.nbytes > first:
                 rank.advance(pair.sending * (send.nbytes - first))
             send.when = rank.now
             if send.memory is not None:
+                # The caller may reuse its memory at once.
                 send.memory = _bytes(data).copy()
             self._go(pair, send, send.ready)
         elif receive is not None:
@@ -193,11 +207,13 @@ class SimulatedTransport(Transport):
         pair = self._from.get(source)
         if pair is None:
             pair = self._from[source] = network.pair(source, self.rank)
+        # A rank that is past its death must not receive.
         if rank.now >= rank.dies:
             rank.advance(0.0)
         receive = _End(self, into, source, "send")
         receive.cost = pair.cost
         if pair.receiving:
+            # The last piece is copied after its arrival.
             receive.cost += pair.receiving * min(into.nbytes, _PIECE_BYTES)
         if not pair.sends:
             pair.receives.append(receive)
@@ -207,12 +223,14 @@ class SimulatedTransport(Transport):
         if send.nbytes > network.eager:
             self._answer(pair, send, receive)
         elif send.landed != NEVER:
+            # It has arrived before the receive was posted.
             _deliver(send, receive, send.landed)
         return receive
 
     def _answer(self, pair: _Pair, send: _End, receive: _End) -> None:
-        """Let a message go that has asked first: the answer takes a way, as the question did."""
+        """Start a rendezvous message: request and answer each take one latency."""
         way = pair.connection.latency
+        # Whichever is later: the sender's request, or the receive.
         self._go(pair, send, max(send.ready + way, receive.ready) + way)
 
     def _go(self, pair: _Pair, send: _End, ready: float) -> None:
@@ -220,20 +238,22 @@ class SimulatedTransport(Transport):
         pair.connection.send(ready, send.nbytes)
 
     def wait(self, messages: Sequence[PendingMessage], deadline: Deadline) -> None:
-        """Wait on the clock of the cluster.
+        """Wait in virtual time.
 
-        The deadline's limit, which is one of real time, does not count: where nothing is on its way
-        any more, the ranks that wait hear so at once.
+        The deadline's limit does not apply, because it is in real time. If nothing is in flight,
+        the waiting ranks raise at once.
         """
         rank = self.simulated
         for message in messages:
-            if type(message) is not _End:  # of no bytes
+            if type(message) is not _End:  # a message of no bytes
                 continue
+            # Unknown: an event will wake this rank.
             if message.when == NEVER:
                 rank.wait(message, deadline.operation, self._network.waiting)
             elif message.when > rank.now:
                 rank.sleep(message.when, message, deadline.operation, self._network.waiting)
             if message.cost:
+                # Noticing the arrival costs time only once.
                 rank.advance(message.cost)
                 message.cost = 0.0
             other = message.other
@@ -249,8 +269,8 @@ class SimulatedTransport(Transport):
             raise self.simulated.from_failed(operation)
 
     def split(self, color: int | None, key: int) -> Transport | None:
-        """Refuse: what is simulated runs below communicators."""
+        """Raise, because simulated ranks have no communicators."""
         raise NotImplementedError("split: simulated ranks have one group")
 
     def close(self) -> None:
-        """Nothing is held."""
+        """Release nothing."""

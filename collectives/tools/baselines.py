@@ -13,6 +13,7 @@ import numpy as np
 
 from collectives import world
 from collectives.arrays.host_arrays import Array
+from collectives.arrays.torch_adapter import as_tensor
 from collectives.core import settings
 from collectives.launch import processes
 from collectives.tools import info
@@ -23,24 +24,25 @@ Call = Callable[[], object]
 
 
 def native(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:
-    """Return MPI's own blocking call, straight through mpi4py.
+    """Return MPI's own blocking call through mpi4py.
 
     Args:
-        operation: its name here.
-        x: flat, what this rank brings; only read.
+        operation: name of the operation here.
+        x: flat input of this rank; only read.
         bounds: `size + 1` offsets of the ranks' shares of the whole array.
-        root: of the operations that have one.
+        root: root, for operations that have one.
 
     Raises:
-        ValueError: the MPI library does not know the dtype.
+        ValueError: the MPI library lacks the dtype.
     """
     from mpi4py import MPI
 
+    # Starts MPI only if `init` has not.
     mpi_world = processes.start_mpi(settings.from_environment())
     rank, size = mpi_world.Get_rank(), mpi_world.Get_size()
-    if x.dtype.name == "bfloat16":  # MPI has none: float16 has as many bytes
+    if x.dtype.name == "bfloat16":  # MPI lacks it; float16 has the same size
         x = x.astype(np.float16)
-    # One of MPI's own datatypes: its reductions take no duplicates.
+    # A predefined datatype, because reductions reject derived ones.
     kind = MPI.Datatype.fromcode(x.dtype.char)
     if kind == MPI.DATATYPE_NULL:
         raise ValueError(f"bench: this MPI library has no {x.dtype}, expected --peers ''")
@@ -50,8 +52,10 @@ def native(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:
     mpi_op = MPI.LAND if x.dtype.kind == "b" else MPI.SUM
     send, out, at_root = [x, kind], [x.copy(), kind], rank == root
     own = [np.empty(counts[rank], x.dtype), kind]
+    # Vector forms, because shares may differ by one element.
     whole = [np.empty(bounds[-1], x.dtype), counts, offsets, kind]
     parts = [x, counts, offsets, kind]
+    # Each rank receives its share from every rank.
     starts = [counts[rank] * r for r in range(size)]
     received = [np.empty(counts[rank] * size, x.dtype), [counts[rank]] * size, starts, kind]
     calls: dict[str, Call] = {
@@ -70,24 +74,23 @@ def native(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:
 def gloo(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:
     """Return the call of torch.distributed with the Gloo backend, on CPU tensors.
 
-    Arguments and meaning as `native`. Gloo gathers and scatters equal shares only: where the whole
-    does not divide evenly, every rank's is as large as the largest.
+    Arguments and meaning as `native`. Gloo gathers and scatters equal shares only: if the whole
+    does not divide evenly, every share is as large as the largest.
 
     Raises:
         ValueError: Gloo does not reduce the dtype.
     """
+    # By name, so that type checkers need no PyTorch.
     torch: Any = importlib.import_module("torch")
     group = _gloo_group()
     rank, size = group.get_rank(), group.get_world_size()
     if x.dtype.name in ("int16", "uint16", "uint32", "uint64", "complex128"):
         raise ValueError(f"bench: gloo does not reduce {x.dtype}, expected --peers native")
-    if x.dtype.name == "bfloat16":
-        send = torch.from_numpy(x.view(np.int16).copy()).view(torch.bfloat16)
-    else:
-        send = torch.from_numpy(x.copy())
+    send = as_tensor(x.copy())
+    # Gloo takes equal shares only.
     share = max(np.diff(bounds).tolist())
     if operation in ("allreduce", "reduce"):
-        # In place, again and again, numbers would grow until they overflow: zeros do not.
+        # Repeated in-place sums would overflow, except those of zeros.
         send.zero_()
         if operation == "allreduce":
             return lambda: group.all_reduce(send)
@@ -113,12 +116,14 @@ def gloo(operation: str, x: Array, bounds: Sequence[int], root: int) -> Call:
 def _gloo_group() -> Any:
     """Return `torch.distributed` with the world's ranks in its default group."""
     group: Any = importlib.import_module("torch.distributed")
+    # The world numbers the ranks, and carries the address of the store.
     comm = world.init()
     rank, size = comm.rank, comm.size
     limit = timedelta(seconds=60)
     place: Any = None
-    if rank == 0:  # port 0: whichever is free
+    if rank == 0:  # port 0: any free one
         host = "127.0.0.1" if comm.num_nodes == 1 else socket.gethostname()
+        # Without waiting: the other ranks learn the port only after this call.
         store = group.TCPStore(host, 0, size, True, limit, wait_for_workers=False)
         place = (host, store.port)
     place = comm.broadcast_object(place)
@@ -140,13 +145,15 @@ def name(peer: str) -> str:
 
 
 def close() -> None:
-    """End Gloo's threads, which must not outlive the interpreter; harmless without any."""
+    """End Gloo's threads, which must not outlive the interpreter; harmless without them."""
+    # Asking for the group would create one.
     if _gloo_group.cache_info().currsize:
         _gloo_group().destroy_process_group()
         _gloo_group.cache_clear()
 
 
 def missing(names: Sequence[str]) -> str:
-    """Return what to install for these peers, empty if all are there."""
+    """Return the installation hint for missing peers; "" if all are installed."""
+    # Without an import of PyTorch, which takes seconds.
     absent = "gloo" in names and importlib.util.find_spec("torch") is None
     return "the peer gloo needs PyTorch: pip install torch" if absent else ""

@@ -2,26 +2,29 @@
 
 Definitions, for S bytes and P ranks:
 
-- A time is the slowest rank's. Calls are timed one by one, or, where they take less than
-  `BATCH_SECONDS`, in batches that are timed as a whole; before each the ranks meet in a barrier.
-  `median` and `p99` are over these times, `max` is the greatest of them.
-- S is the size of the whole array: what a rank gives to an allreduce, reduce, broadcast,
-  reduce_scatter or alltoall, what an allgather or gather joins, what a scatter shares out.
-- `algbw` = S / median. `busbw` = algbw x f is the rate at which the slowest link must have worked,
-  which does not depend on P and can be held against the hardware: f = 2 (P - 1)/P for an
-  allreduce, 1 for a reduce or broadcast, (P - 1)/P for the rest.
-- Peers take turns with ours within the run. `ratio` is the peer's median over ours: above 1 we are
-  faster.
-- `error` is the greatest difference from the result computed in float64, over the greatest
-  magnitude in that result, on any rank.
+- A time is the slowest rank's. Calls are timed one by one, or in batches if they take less than
+  `BATCH_SECONDS`; before each the ranks synchronize by a barrier. `median` and `p99` are over these
+  times, `max` is the largest.
+- S is the size of the whole array: the input of a rank for an allreduce, reduce, broadcast,
+  reduce_scatter or alltoall, the result of an allgather or gather, the root's input of a scatter.
+- `algbw` = S / median. `busbw` = algbw x f is the minimal rate of the slowest link, which is
+  independent of P and can be compared with the hardware: f = 2 (P - 1)/P for an allreduce, 1 for a
+  reduce or broadcast, (P - 1)/P for the rest.
+- Peers alternate with this library within the run. `ratio` is the peer's median over this
+  library's: above 1 this library is faster.
+- `error` is the largest difference from the result computed in float64, over the largest magnitude
+  in that result, on any rank.
 
 Source: the definitions of both bandwidths are those of nccl-tests (doc/PERFORMANCE.md).
 """
 
 from __future__ import annotations
 
+import dataclasses
+import itertools
 import json
 import math
+import os
 import statistics
 import sys
 import time
@@ -38,6 +41,7 @@ from collectives.arrays.host_arrays import Array, raw_bytes
 from collectives.arrays.reduction import MAX, Op
 from collectives.communicator import Communicator
 from collectives.core import topology
+from collectives.core.errors import counted
 from collectives.tools import baselines, byte_sizes, info, oracle, plot
 from collectives.tools.baselines import PEERS
 
@@ -45,19 +49,23 @@ __all__ = ["OPERATIONS", "BenchOptions", "bus_factor", "measure", "run"]
 
 OPERATIONS = [name for name in selection.ALGORITHMS if name != "barrier"]
 
-# Batches keep the clock's own 0.1 us, and the ranks' unequal leaving of a barrier, small.
+# Batches reduce the weight of the clock's own 0.1 us, and of uneven exits from the barrier.
 BATCH_SECONDS = 2e-4
-# Seconds spent on one row, roughly: enough for a p99 at small sizes, five calls at large ones.
+# Approximate seconds per row: enough for a p99 at small sizes, and five calls at large ones.
 ROW_SECONDS = 0.5
 _FEWEST, _MOST = 5, 200
 _TURNS = 5
 
-# A plan takes 0.6 us for 8 bytes and 4 us for so many, a call 2 us more (`docs/benchmarks`).
+# A plan takes 0.6 us for 8 bytes and 4 us for 64 KiB, a call 2 us more (`docs/benchmarks`).
 SMALL_BYTES = 64 << 10
 _HINT = (
     "small arrays that are reduced again and again are faster through a plan: "
     "comm.plan_allreduce, here --through plan"
 )
+
+_ALONE = "one rank sends nothing, so busbw is 0; mpirun -np N measures N ranks"
+
+_BUSY = "bench: ranks may wait for a core, and the times contain that: {}"
 
 _COLUMNS = ("bytes", "median us", "p99 us", "max us", "algbw GB/s", "busbw GB/s")
 
@@ -66,19 +74,20 @@ _Call = Callable[[], object]
 
 @dataclass(frozen=True)
 class BenchOptions:
-    """What to measure.
+    """The benchmark to run.
 
     Args:
         operation: one of `OPERATIONS`.
         sizes: bytes of the whole array, one row each.
         dtype: one of `oracle.DTYPES`.
         peers: some of `PEERS`.
-        algorithm: as the operation's argument.
-        through: "call", or for an allreduce "plan" or "shared" (a plan in shared memory).
-        root: of the operations that have one.
+        algorithm: `algorithm` argument of the operation.
+        through: "call", or for an allreduce "plan" or "shared" (a plan in shared memory); several,
+            separated by commas, give a row each.
+        root: root, for operations that have one.
 
     Raises:
-        ValueError: one of them is not known, or they contradict each other.
+        ValueError: an option is unknown, or options contradict each other.
     """
 
     operation: str = "allreduce"
@@ -93,25 +102,30 @@ class BenchOptions:
         algorithms = ["auto", "node", *selection.ALGORITHMS.get(self.operation, ())]
         for name, value, known in (
             ("operation", self.operation, OPERATIONS),
-            ("dtype", self.dtype, oracle.DTYPES),
-            *(("peer", peer, PEERS) for peer in self.peers),
-            ("algorithm", self.algorithm, algorithms),
-            ("way through", self.through, ("call", "plan", "shared")),
+            ("--dtype", self.dtype, oracle.DTYPES),
+            *(("--peers", peer, PEERS) for peer in self.peers),
+            ("--algorithm", self.algorithm, algorithms),
+            *(("--through", way, ("call", "plan", "shared")) for way in self.ways),
         ):
             if value not in known:
                 raise ValueError(
-                    f"bench: no such {name}, expected one of {' '.join(known)}, got {value!r}"
+                    f"bench: bad {name}, expected one of {' '.join(known)}, got {value!r}"
                 )
         plain = (self.operation, self.algorithm) == ("allreduce", "auto")
         if self.through != "call" and not plain:
             raise ValueError(
-                f"bench: expected allreduce, auto, for a {self.through!r}, got {self.operation}, "
-                f"{self.algorithm}"
+                f"bench: expected allreduce and --algorithm auto for --through {self.through}, got "
+                f"{self.operation} and {self.algorithm}"
             )
 
     @property
+    def ways(self) -> list[str]:
+        """The parts of `through`."""
+        return self.through.split(",")
+
+    @property
     def wastes_a_plan(self) -> bool:
-        """Whether some of the calls would be faster through a plan."""
+        """Whether some calls would be faster through a plan."""
         plannable = (self.operation, self.algorithm, self.through) == ("allreduce", "auto", "call")
         return plannable and min(self.sizes) <= SMALL_BYTES
 
@@ -120,24 +134,25 @@ def run(options: BenchOptions, to_json: Path | None = None, to_plot: Path | None
     """Measure and print a table on rank 0; *collective* over the world.
 
     Args:
-        options: what to measure.
-        to_json: a file for the figures, written by rank 0.
-        to_plot: a file for a plot of them, written by rank 0.
+        options: the benchmark.
+        to_json: file for the figures, written by rank 0.
+        to_plot: file for a plot, written by rank 0.
 
     Returns:
-        The exit status, the same on all ranks.
+        exit status, the same on all ranks.
     """
     comm = world.init()
     absent = baselines.missing(options.peers)
     if comm.rank == 0 and to_plot is not None and not plot.is_possible():
         absent = "a plot needs matplotlib: pip install matplotlib"
-    absent = max(comm.allgather_object(absent))  # any rank's
+    absent = max(comm.allgather_object(absent))  # of any rank
     if absent:
         if comm.rank == 0:
             print(f"bench: not installed: {absent}", file=sys.stderr)
         return 1
     try:
         status = _table(comm, options, to_json, to_plot)
+        # No rank may end Gloo's threads while another rank still uses them.
         comm.barrier()
     finally:
         baselines.close()
@@ -148,14 +163,21 @@ def _table(
     comm: Communicator, options: BenchOptions, to_json: Path | None, to_plot: Path | None
 ) -> int:
     facts = {**info.gather_facts(comm), "machine": info.machine(comm)}
+    busy = sorted(filter(None, comm.allgather_object(_busy(comm))))
     names = {peer: baselines.name(peer) for peer in options.peers}
-    heads = [*_COLUMNS, *(f"x {name}" for name in names.values()), "error"]
+    compared = [head for name in names.values() for head in (f"{name} us", f"x {name}")]
+    heads = [*_COLUMNS, *compared, "error"]
+    if len(options.ways) > 1:
+        heads.insert(1, "through")
     rows = []
     if comm.rank == 0:
+        if busy:
+            print(_BUSY.format(busy[-1]), file=sys.stderr, flush=True)
         print(_heading(options, facts, heads), flush=True)
-    for nbytes in options.sizes:
+    for nbytes, way in itertools.product(options.sizes, options.ways):
         try:
-            rows.append(measure(comm, options, nbytes))
+            row = measure(comm, dataclasses.replace(options, through=way), nbytes)
+            rows.append({"through": way, **row})
         except ValueError as error:  # a peer lacks the dtype, on all ranks
             if comm.rank == 0:
                 print(error, file=sys.stderr, flush=True)
@@ -163,16 +185,28 @@ def _table(
         if comm.rank == 0:
             print(_line(rows[-1], heads), flush=True)
     if comm.rank == 0:
-        if options.wastes_a_plan and comm.num_nodes == 1:
+        if comm.size == 1:
+            print(_ALONE, flush=True)
+        elif options.wastes_a_plan and comm.num_nodes == 1:
             print(_HINT, flush=True)
         if to_json is not None:
             chosen = {k: v for k, v in vars(options).items() if k != "sizes"}
             known = {"names": names, "facts": facts, "rows": rows}
             to_json.write_text(json.dumps({**chosen, **known}, indent=1))
         if to_plot is not None:
-            title = f"{options.operation} {options.dtype}, {comm.size} ranks"
-            plot.draw(title, rows, names, bus_factor(options.operation, comm.size), to_plot)
+            title = f"{options.operation} {options.dtype}, {counted(comm.size, 'rank')}"
+            first = [row for row in rows if row["through"] == options.ways[0]]
+            plot.draw(title, first, names, bus_factor(options.operation, comm.size), to_plot)
     return 0
+
+
+def _busy(comm: Communicator) -> str | None:
+    """Return why ranks may wait for a core of this node; None if each has one."""
+    load, ranks, cores = os.getloadavg()[0], comm.local_size, os.cpu_count() or 1
+    # Half a process is the launcher's, which has just started the ranks.
+    if load + ranks > cores + 0.5:
+        return f"load average {load:.1f} before the start, {ranks} ranks and {cores} cores"
+    return None
 
 
 def bus_factor(operation: str, size: int) -> float:
@@ -183,9 +217,10 @@ def bus_factor(operation: str, size: int) -> float:
 
 
 def measure(comm: Communicator, options: BenchOptions, nbytes: int) -> dict[str, Any]:
-    """Measure one size; *collective*. Returns the row on all ranks, times in seconds."""
+    """Measure one size; *collective*. Return the row on all ranks, with times in seconds."""
     dtype = oracle.DTYPES[options.dtype]
     count = max(1, nbytes // dtype.itemsize)
+    # Joins: the size is that of the result, so each rank has a share of it.
     joins = options.operation in ("gather", "allgather")
     bounds = topology.chunk_bounds(count, comm.size)
     inputs = [
@@ -198,7 +233,9 @@ def measure(comm: Communicator, options: BenchOptions, nbytes: int) -> dict[str,
     for peer in options.peers:
         cases[peer] = PEERS[peer](options.operation, inputs[comm.rank], bounds, options.root)
     right = oracle.result(options.operation, op, inputs, comm.rank, options.root)
+    # Checked before the timing, whose calls overwrite the results.
     error = _error(result(), right)
+    # The inputs of all ranks, which only the check needs.
     del inputs
     times = _times(comm, cases)
     median = statistics.median(times["ours"])
@@ -207,6 +244,7 @@ def measure(comm: Communicator, options: BenchOptions, nbytes: int) -> dict[str,
     return {
         "bytes": count * dtype.itemsize,
         "median": median,
+        # The smallest time that 99 % of the times do not exceed.
         "p99": ordered[math.ceil(0.99 * len(ordered)) - 1],
         "max": ordered[-1],
         "algbw": algbw,
@@ -220,12 +258,12 @@ def measure(comm: Communicator, options: BenchOptions, nbytes: int) -> dict[str,
 def _ours(
     comm: Communicator, options: BenchOptions, x: Array, op: Op | None
 ) -> tuple[_Call, Callable[[], Any]]:
-    """Return a call to be timed, and one that gives a result to be checked."""
+    """Return a call to time, and a call whose result is checked."""
     if options.through != "call":
         assert op is not None
         shared = options.through == "shared"
         array = comm.shared_empty(x.shape, x.dtype) if shared else np.empty_like(x)
-        # Repeated in place, numbers would grow until they overflow: zeros stay as they are.
+        # Repeated in-place sums would overflow, except those of zeros.
         array[...] = 0
         plan = comm.plan_allreduce(array, op=op)
 
@@ -238,6 +276,7 @@ def _ours(
         return plan, once
     how = oracle.options(options.operation, op, options.root)
     how["algorithm"] = options.algorithm
+    # With `out`, so that the time contains no allocation.
     at_root = options.operation == "reduce" and comm.rank == options.root
     if options.operation in ("allreduce", "broadcast") or at_root:
         how["out"] = np.empty_like(x)
@@ -250,14 +289,17 @@ def _ours(
 
 
 def _times(comm: Communicator, cases: dict[str, _Call]) -> dict[str, list[float]]:
-    """Time all cases in turns; returns the slowest rank's seconds per call, of every batch."""
+    """Time all cases in turns; return the slowest rank's seconds per call for every batch."""
     plans = {}
     for name, call in cases.items():
+        # The first call makes plans, connects ranks and touches memory.
         call()
+        # The smallest: one interruption would make the batches too short.
         first = min(_time(comm, call, 1) for _ in range(3))
-        # Every rank has to make the same number of calls.
+        # Every rank must make the same number of calls.
         seconds = max(float(comm.allreduce(first, op=MAX)), 1e-8)
         batch = max(1, round(BATCH_SECONDS / seconds))
+        # All cases of a row share its time.
         batches = round(ROW_SECONDS / len(cases) / (batch * seconds) / _TURNS)
         plans[name] = (batch, max(_FEWEST // _TURNS, min(_MOST, batches)))
     own: dict[str, list[float]] = {name: [] for name in cases}
@@ -265,10 +307,12 @@ def _times(comm: Communicator, cases: dict[str, _Call]) -> dict[str, list[float]
         for name, call in cases.items():
             batch, batches = plans[name]
             own[name] += [_time(comm, call, batch) for _ in range(batches)]
+    # A batch is as slow as its slowest rank.
     return {name: comm.allreduce(np.array(times), op=MAX).tolist() for name, times in own.items()}
 
 
 def _time(comm: Communicator, call: _Call, batch: int) -> float:
+    # All ranks begin together, up to their exits from the barrier.
     comm.barrier()
     began = time.perf_counter()
     for _ in range(batch):
@@ -277,9 +321,10 @@ def _time(comm: Communicator, call: _Call, batch: int) -> float:
 
 
 def _error(got: Any, right: oracle.Expected | None) -> float:
-    """Return the greatest error of this rank's result, relative to its greatest magnitude."""
+    """Return the largest error of this rank's result, relative to the result's magnitude."""
     if right is None or not right.values.size:
         return 0.0
+    # Exact results must be equal bit for bit.
     if right.values.dtype.kind in "biu" or not right.allowed.any():
         return 0.0 if (raw_bytes(got) == raw_bytes(right.values.astype(got.dtype))).all() else 1.0
     difference = np.abs(got.astype(right.values.dtype) - right.values).max()
@@ -288,15 +333,17 @@ def _error(got: Any, right: oracle.Expected | None) -> float:
 
 def _heading(options: BenchOptions, facts: dict[str, Any], heads: Sequence[str]) -> str:
     what = f"{options.operation} {options.dtype}, {options.algorithm}, through {options.through}"
-    where = f"{facts['ranks']} ranks, {len(facts['nodes'])} nodes; {facts['machine']}"
-    return f"{what}\n{where}\n{facts['mpi_library']}\n{_align(heads, heads)}"
+    where = f"{counted(facts['ranks'], 'rank')}, {counted(len(facts['nodes']), 'node')}"
+    return f"{what}\n{where}; {facts['machine']}\n{facts['mpi_library']}\n{_align(heads, heads)}"
 
 
 def _line(row: dict[str, Any], heads: Sequence[str]) -> str:
     cells = [byte_sizes.size_text(row["bytes"])]
+    cells += [row["through"]] if "through" in heads else []
     cells += [f"{1e6 * row[name]:.2f}" for name in ("median", "p99", "max")]
     cells += [f"{row[name] / 1e9:.3f}" for name in ("algbw", "busbw")]
-    cells += [f"{ratio:.2f}" for ratio in row["ratios"].values()]
+    for peer, ratio in row["ratios"].items():
+        cells += [f"{1e6 * row['peers'][peer]:.2f}", f"{ratio:.2f}"]
     return _align([*cells, f"{row['error']:.1e}"], heads)
 
 

@@ -6,10 +6,10 @@ __all__ = ["size_text", "sizes"]
 
 
 def sizes(text: str) -> list[int]:
-    """Read sizes in bytes: "FIRST:LAST" (each four times the one before, and the last), or "A,B,C".
+    """Parse byte counts: "FIRST:LAST" (in steps of 4 times, and LAST), or "A,B,C".
 
     Raises:
-        ValueError: it is neither.
+        ValueError: the text is neither.
 
     Example:
         >>> sizes("8:1K"), sizes("512,2M")
@@ -32,6 +32,7 @@ _UNITS = {"": 0, "K": 10, "M": 20, "G": 30}
 
 
 def _bytes(text: str) -> int:
+    # KiB, KB and K mean the same here.
     number = text.strip().upper().removesuffix("B").removesuffix("I")
     unit = number[-1:] if number[-1:] in _UNITS else ""
     digits = number.removesuffix(unit)
@@ -41,8 +42,9 @@ def _bytes(text: str) -> int:
 
 
 def size_text(nbytes: int) -> str:
-    """Write a number of bytes for people, as "64K" where that is exact."""
+    """Format a byte count for people, as "64K" if that is exact."""
     for unit, shift in reversed(_UNITS.items()):
+        # Only exact multiples, so that no text shows a rounded size.
         if shift and nbytes and nbytes % (1 << shift) == 0:
             return f"{nbytes >> shift}{unit}"
     return str(nbytes)

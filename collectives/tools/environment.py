@@ -1,7 +1,7 @@
 """Environment checks: versions, threads, clocks, shared memory, bandwidth.
 
 Every function is *collective* and returns the same lines on all ranks. `reports` is a communicator
-on which the ranks tell each other what they found, apart from the one that is tested.
+for exchanging results, separate from the one that is tested.
 """
 
 from __future__ import annotations
@@ -17,7 +17,7 @@ import numpy as np
 
 from collectives.arrays.reduction import SUM
 from collectives.communicator import Communicator, group_of
-from collectives.core.errors import CollectiveError, some
+from collectives.core.errors import CollectiveError, counted, some
 from collectives.tools import info
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline
@@ -28,18 +28,18 @@ __all__ = [
 
 Verdict = Literal["ok", "note", "FAILED"]
 
-# Seconds by which clocks may differ without a note; times in logs of several machines are compared
-# by people, and job schedulers and file systems compare them by the second.
+# Clock differences that need no note: people compare times in logs of several machines, and job
+# schedulers and file systems compare them by the second.
 SKEW_SECONDS = 0.5
 
 BANDWIDTH_BYTES = 64 << 20
-# How many plain copies an all-reduce of 64 MiB on one node may take without a note. The engine
-# needs 0.8 where every rank has a core (`docs/benchmarks`).
+# Largest time of an all-reduce of 64 MiB on one node, in plain copies, that needs no note. The
+# engine needs 0.8 if every rank has a core (`docs/benchmarks`).
 MOST_COPIES = 20.0
 
 
 class CheckLine(NamedTuple):
-    """One line of the report; a note changes nothing about the exit status."""
+    """One line of the report; a note does not change the exit status."""
 
     name: str
     verdict: Verdict
@@ -47,7 +47,7 @@ class CheckLine(NamedTuple):
 
 
 class _Keep(logging.Handler):
-    """Keeps the last warning of a logger."""
+    """Stores the last warning of a logger."""
 
     text: str | None = None
 
@@ -56,10 +56,11 @@ class _Keep(logging.Handler):
 
 
 def versions(reports: Communicator) -> Iterator[CheckLine]:
-    """Compare what is installed on all ranks, and name those that differ."""
+    """Compare installed versions on all ranks, and name ranks that differ."""
     everywhere = reports.allgather_object(info.versions())
     for name in everywhere[0]:
         found = [versions[name] for versions in everywhere]
+        # The most frequent version counts as right.
         usual, number = Counter(found).most_common(1)[0]
         others = [f"rank {r} has {v}" for r, v in enumerate(found) if v != usual]
         if not others:
@@ -70,22 +71,24 @@ def versions(reports: Communicator) -> Iterator[CheckLine]:
 
 
 def threads(reports: Communicator) -> CheckLine:
-    """Say what the MPI library lets threads do; requests need "multiple"."""
+    """Report the MPI library's thread level; requests need "multiple"."""
     levels = Counter(reports.allgather_object(info.thread_level()))
-    text = ", ".join(f"{level} on {n} ranks" for level, n in levels.items())
+    text = ", ".join(f"{level} on {counted(n, 'rank')}" for level, n in levels.items())
     return CheckLine("MPI threads", "ok" if list(levels) == ["multiple"] else "note", text)
 
 
 def clocks(transport: MpiTransport, reports: Communicator, limit: float) -> CheckLine:
-    """Compare the ranks' clocks with that of rank 0, each by its fastest of 16 round trips."""
+    """Compare the ranks' clocks with rank 0's, each by the fastest of 16 round trips."""
     problem, worst = None, (0.0, 0.0, 0)
     deadline = Deadline("clock", limit)
     clock = np.zeros(1)
     try:
+        # Rank 0 asks one rank after the other, and every other rank answers.
         for rank in range(1, transport.size) if transport.rank == 0 else [0]:
             trips = []
             for _ in range(16 if transport.size > 1 else 0):
                 if transport.rank == 0:
+                    # Wall-clock time, which people compare in logs.
                     began = time.time()
                     transport.send(clock, rank, deadline)
                     transport.receive(clock, rank, deadline)
@@ -96,6 +99,7 @@ def clocks(transport: MpiTransport, reports: Communicator, limit: float) -> Chec
                     clock[0] = time.time()
                     transport.send(clock, 0, deadline)
             if trips:
+                # The fastest trip has the smallest error.
                 trip, offset = min(trips)
                 worst = max(worst, (abs(offset), trip, rank))
     except CollectiveError as error:
@@ -106,17 +110,20 @@ def clocks(transport: MpiTransport, reports: Communicator, limit: float) -> Chec
         return CheckLine("clocks", "FAILED", problems[0])
     text = f"at most {1e3 * skew:.3f} ms from rank 0"
     if rank:
+        # Half of the round trip bounds the error; 5e2 is half of 1e3 ms.
         text += f" (rank {rank}, known to {5e2 * trip:.3f} ms)"
     return CheckLine("clocks", "note" if skew > SKEW_SECONDS else "ok", text)
 
 
 def node_engine(comm: Communicator, reports: Communicator, shared_memory: str | None) -> CheckLine:
-    """Say whether the ranks meet in shared memory, in the first call on `comm`."""
+    """Report whether the ranks use shared memory, in the first call on `comm`."""
     warned = _Keep()
+    # The engine logs why it has no shared memory.
     logger = logging.getLogger("collectives")
     logger.addHandler(warned)
     refusal = None
     try:
+        # Only "node" raises an error without an engine.
         comm.barrier(algorithm="node")
     except (ValueError, CollectiveError) as error:
         refusal = str(error)
@@ -143,7 +150,7 @@ def node_engine(comm: Communicator, reports: Communicator, shared_memory: str | 
 
 
 def stores(comm: Communicator, reports: Communicator) -> CheckLine | None:
-    """Say how ranks hand bytes over in shared memory, after `bandwidth`; None if none does."""
+    """Report the store modes of the ranks, after `bandwidth`; None without node engines."""
     engine = group_of(comm).node_engine
     told = reports.allgather_object(engine.stores if engine else None)
     text = info.stores(told)
@@ -151,7 +158,7 @@ def stores(comm: Communicator, reports: Communicator) -> CheckLine | None:
 
 
 def bandwidth(comm: Communicator, reports: Communicator) -> CheckLine:
-    """Compare a large all-reduce with all ranks copying as many bytes at once."""
+    """Compare a large all-reduce with all ranks copying the same number of bytes at once."""
     error, rounds = None, []
     try:
         source = np.ones(BANDWIDTH_BYTES // 4, np.float32)
@@ -161,6 +168,7 @@ def bandwidth(comm: Communicator, reports: Communicator) -> CheckLine:
             began = time.perf_counter()
             comm.allreduce(source, op=SUM, out=target)
             middle = time.perf_counter()
+            # All ranks copy at once, because they share the bandwidth of the memory.
             comm.barrier()
             again = time.perf_counter()
             np.copyto(target, source)
@@ -171,11 +179,12 @@ def bandwidth(comm: Communicator, reports: Communicator) -> CheckLine:
     problems = [f"rank {r}: {e}" for r, (_, e) in enumerate(found) if e]
     if problems:
         return CheckLine("bandwidth", "FAILED", problems[0])
-    # The slowest rank's time of each round; the first round touches the memory.
+    # The slowest rank's time in each round; the first round touches the memory.
     each = [max(rank[i][0] for rank, _ in found) for i in range(3)]
     copies = [max(rank[i][1] for rank, _ in found) for i in range(3)]
     reduced, copied = statistics.median(each), statistics.median(copies)
     rate = 2 * (comm.size - 1) / comm.size * BANDWIDTH_BYTES / reduced / 1e9
+    # Between nodes the network is the limit, not the memory.
     slow = comm.num_nodes == 1 and reduced > MOST_COPIES * copied
     text = (
         f"all-reduce of 64 MiB in {1e3 * reduced:.1f} ms, {rate:.2f} GB/s per rank; "

@@ -1,6 +1,6 @@
 """`python -m collectives explain`: predicted times, and the algorithm that "auto" selects.
 
-Needs no MPI: it goes by the same links and closed forms as "auto" does.
+Needs no MPI, and uses the same links and cost model as "auto".
 """
 
 from __future__ import annotations
@@ -8,12 +8,13 @@ from __future__ import annotations
 import math
 from collections.abc import Sequence
 from dataclasses import replace
-from typing import NamedTuple
+from typing import Any, NamedTuple
 
 from collectives.algorithms import selection
 from collectives.algorithms.cost_model import RankLayout
 from collectives.calls import signature_check
 from collectives.core import links, tuning_file
+from collectives.core.errors import counted
 from collectives.core.settings import Settings, Stores
 from collectives.node import kernel_selection
 from collectives.tools import byte_sizes
@@ -23,20 +24,21 @@ __all__ = [
     "Question",
     "curve",
     "doubled",
+    "facts",
     "ascii_bars",
     "pick",
     "provenance",
     "table",
 ]
 
-# What may travel with the comparison; the others bring rows whose numbers it has to carry.
+# Operations whose payload may travel with the signature check; others need row counts from it.
 _TOGETHER = ("allreduce", "barrier", "broadcast", "reduce", "reduce_scatter", "scatter")
 
-# Columns of the longest bar of a curve; each stands for the same factor of time.
+# Columns of the longest bar of a curve; each column is the same factor of time.
 _BAR = 30
 
 
-# How bytes are handed over on a node, by kind of call and by the setting of stores.
+# Transfers on a node, by kind of call and store setting.
 _WAYS = {
     "one_shot": "one round (each rank combines all arrays)",
     "direct": (
@@ -53,7 +55,7 @@ _STORED = {
 
 
 class Question(NamedTuple):
-    """Which call is asked about."""
+    """The call to explain."""
 
     operation: str  # a key of `selection.ALGORITHMS`
     nbytes: int  # of the whole array
@@ -67,13 +69,13 @@ class Question(NamedTuple):
 def table(
     question: Question, layout: RankLayout, known: links.MeasuredMachine, stores: Stores = "auto"
 ) -> str:
-    """Lay out what each algorithm should take, fastest first, for people.
+    """Return the modelled time of each algorithm as a table, fastest first.
 
     Args:
-        question: which call.
+        question: the call.
         layout: the ranks, with the links of `known`.
-        known: the links and where they come from.
-        stores: the setting.
+        known: the links and their sources.
+        stores: the store setting.
 
     Raises:
         ValueError: as `selection.estimate`.
@@ -81,7 +83,7 @@ def table(
     times = selection.estimate(*question, layout)
     auto, seconds = pick(question, layout)
     rows = [
-        f"{question}, {layout.size} ranks on {layout.num_nodes} nodes",
+        f"{question}, {layout}",
         links.table(known),
         f"{'algorithm':<14}{'estimated ms':>12}",
     ]
@@ -103,10 +105,36 @@ def table(
     return "\n".join(rows)
 
 
+def facts(
+    question: Question, layout: RankLayout, known: links.MeasuredMachine, most: int | None = None
+) -> dict[str, Any]:
+    """Return the content of the table, and of the curve up to `most` nodes, for JSON; in seconds.
+
+    Raises:
+        ValueError: as `table` and `curve`.
+    """
+    auto, seconds = pick(question, layout)
+    points = [] if most is None else curve(question, layout, most)
+    return {
+        "operation": question.operation,
+        "bytes": question.nbytes,
+        "ranks": layout.size,
+        "nodes": layout.num_nodes,
+        "links": links.facts(known),
+        "seconds": selection.estimate(*question, layout),
+        "auto": {"algorithm": auto, "seconds": seconds},
+        "curve": [
+            {name: value for name, value in point._asdict().items() if name != "times"}
+            for point in points
+        ],
+    }
+
+
 def _handed_over(question: Question, ranks: int) -> list[str]:
-    """Say in which kind of call private arrays are reduced for all ranks of a node."""
+    """Describe the kernel that reduces private arrays to all ranks of a node."""
     if question.operation != "allreduce":
         return []
+    # 16-bit floats switch kernels at other sizes.
     kinds = [
         kernel_selection.select(question.nbytes, ranks, halves=halves) for halves in (False, True)
     ]
@@ -115,46 +143,46 @@ def _handed_over(question: Question, ranks: int) -> list[str]:
 
 
 def provenance(configuration: Settings, known: links.MeasuredMachine) -> str:
-    """Say how the links of a file were measured, and that the rest follows from them."""
+    """Describe how the links of a tuning file were measured."""
     file = tuning_file.path(configuration)
+    # Only if the file is the source of a link.
     if file is None or not any(str(file) in source for source in known.sources):
         return "The links are defaults or settings; `tune` measures those of a cluster."
     facts = tuning_file.metadata(file)
     ranks, nodes, when = (facts.get(name, "?") for name in ("ranks", "nodes", "when"))
+    where = f"{counted(ranks, 'rank')} on {counted(nodes, 'node')}"
     return (
-        f"The links of the file were measured with {ranks} ranks on {nodes} nodes, {when}; what "
-        "more ranks take follows from messages and bytes, not from a measurement."
+        f"The links of the file were measured with {where}, {when}; what more ranks take follows "
+        "from messages and bytes, not from a measurement."
     )
 
 
 class CurvePoint(NamedTuple):
-    """What a call should take on some nodes."""
+    """Modelled time of a call on a number of nodes."""
 
     nodes: int
     ranks: int
-    auto: str  # what "auto" does: an algorithm, or "together" with the comparison
-    seconds: float  # of that, the comparison included
+    auto: str  # choice of "auto": an algorithm, or "together" with the signature check
+    seconds: float  # of that choice, with the signature check
     times: dict[str, float]  # of each algorithm, without it
 
 
 def curve(question: Question, layout: RankLayout, most: int) -> list[CurvePoint]:
-    """Return what a call should take on 1, 2, 4 ... nodes.
+    """Return the modelled times of a call on 1, 2, 4 ... nodes.
 
     Args:
-        question: which call.
-        layout: for how many ranks are on each node, and for the links.
-        most: nodes; those of the last point, also if it is no power of two.
+        question: the call.
+        layout: number of ranks per node, and links.
+        most: nodes of the last point, at least 1, even if it is not a power of two.
 
     Raises:
-        ValueError: as `selection.estimate`, or the nodes are not alike.
+        ValueError: as `selection.estimate`, or the nodes have different numbers of ranks.
     """
-    if most < 1 or layout.size % layout.num_nodes:
-        raise ValueError(
-            "explain: expected as many ranks on every node, and a curve up to one or more, got "
-            f"{layout.size} ranks on {layout.num_nodes} nodes, up to {most} nodes"
-        )
+    if layout.size % layout.num_nodes:
+        raise ValueError(f"explain: expected equal nodes with --upto, got {layout}")
     points = []
     for nodes in doubled(most):
+        # The same ranks per node, and the same links.
         spread = replace(layout, size=nodes * layout.per_node, num_nodes=nodes)
         times = selection.estimate(*question, spread)
         points.append(CurvePoint(nodes, spread.size, *pick(question, spread), times))
@@ -162,14 +190,15 @@ def curve(question: Question, layout: RankLayout, most: int) -> list[CurvePoint]
 
 
 def doubled(most: int) -> list[int]:
-    """Return 1, 2, 4 ... below a number, and it."""
+    """Return 1, 2, 4 ... below a number, and the number."""
     return [*(1 << n for n in range((most - 1).bit_length())), most]
 
 
 def ascii_bars(points: Sequence[CurvePoint]) -> str:
-    """Draw a curve for people; equal steps of a bar are equal factors of time."""
+    """Draw a curve as text; equal steps of a bar are equal factors of time."""
     times = [point.seconds for point in points if point.seconds > 0]
     least = min(times, default=1.0)
+    # Logarithms, because the times of a curve span powers of ten; equal times must not divide by 0.
     whole = math.log(max(times, default=1.0) / least) or 1.0
     rows = [f"{'nodes':>6}{'ranks':>8}  {'auto':<14}{'estimated ms':>12}"]
     for point in points:
@@ -182,9 +211,10 @@ def ascii_bars(points: Sequence[CurvePoint]) -> str:
 
 
 def pick(question: Question, layout: RankLayout) -> tuple[str, float]:
-    """Return what "auto" does, and what that should take with the comparison of the call."""
+    """Return the choice of "auto", and its modelled seconds with the signature check."""
     auto = selection.automatic(*question, layout)
     seconds = selection.estimate(*question, layout)[auto]
+    # The engine compares calls in its own rounds, at no cost.
     if auto == "node" or layout.size == 1:
         return auto, seconds
     if question.nbytes <= _most_together(question.operation, layout):
@@ -193,7 +223,7 @@ def pick(question: Question, layout: RankLayout) -> tuple[str, float]:
 
 
 def _most_together(operation: str, layout: RankLayout) -> int:
-    """Return how many bytes travel with the comparison; -1 where the operation never does."""
+    """Return the bytes that may travel with the signature check; -1 if the operation never does."""
     if operation == "allreduce":
         return signature_check.max_piggyback_bytes(layout)
     return signature_check.MAX_PAYLOAD_BYTES if operation in _TOGETHER else -1

@@ -14,9 +14,10 @@ import numpy as np
 
 from collectives.calls import shared_settings
 from collectives.communicator import Communicator, group_of
-from collectives.core import links
+from collectives.core import links, other_projects
 from collectives.core.settings import Settings
 from collectives.core.version import __version__
+from collectives.kernels import machine_code, prebuilt
 from collectives.launch import open_mpi, processes
 from collectives.transport.backoff import describe_ranks
 
@@ -24,7 +25,7 @@ __all__ = [
     "gather_facts", "library_name", "machine", "stores", "table", "thread_level", "versions",
 ]  # fmt: skip
 
-# Import name of a package -> names of the distributions that may bring it.
+# Import name of a package -> names of distributions that may contain it.
 _PACKAGES = {
     "numpy": ("numpy",),
     "mpi4py": ("mpi4py",),
@@ -34,22 +35,31 @@ _PACKAGES = {
     "jax": ("jax",),
 }
 
-# How large arrays on CUDA devices travel, by what the ranks have agreed on.
+# Path of large arrays on CUDA devices, by the ranks' agreed setting.
 _ROUTES = {
     "on": "messages of device memory",
     "off": "staged through host memory",
-    "auto": "staged through host memory",  # nobody has been asked
+    "auto": "staged through host memory",  # the ranks have not agreed yet
+}
+
+
+# Text instead of "no", for names that do not explain it.
+_ABSENT = {
+    "fault_tolerance": "no: a dead rank ends this job; to continue, start it by "
+    "`mpirun --with-ft ulfm` of Open MPI >= 5"
 }
 
 
 def gather_facts(comm: Communicator) -> dict[str, Any]:
-    """Collect the facts of this process and the ranks; *collective*."""
+    """Return facts about this process and the ranks; *collective*."""
     from mpi4py import MPI
 
     names = comm.allgather_object((comm.node_rank, platform.node()))
     settings = (
+        # Only Open MPI reads these settings.
         open_mpi.recommended_settings({}, cores=1) if "Open MPI" in processes.library() else {}
     )
+    # Also settings of `init`, which are in the environment now.
     mpi_set = {k: os.environ[k] for k in settings if k in os.environ}
     return {
         "unisono": __version__,
@@ -61,8 +71,9 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
         "device_arrays": _route(comm.settings),
         "fault_tolerance": open_mpi.is_fault_tolerant(),
         "mpi_settings": mpi_set,
-        "links": _links(comm.settings.links),
+        "links": links.facts(comm.settings.links),
         "stores": stores(_chosen_stores(comm)),
+        "compiled_code": _compiled_code(),
         "threads": _threads(comm.settings),
         "ranks": comm.size,
         "nodes": {
@@ -70,17 +81,18 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
             for node, name in dict(sorted(names)).items()
         },
         "packages": {name: _version(name) for name in _PACKAGES},
+        "other_projects": other_projects.conflicts(),
     }
 
 
 def _route(chosen: Settings) -> str:
-    """Say how large arrays on CUDA devices travel."""
+    """Return the path of large arrays on CUDA devices."""
     route = _ROUTES[chosen.cuda_aware]
     return f"by NCCL where it can reduce them, else {route}" if chosen.nccl == "on" else route
 
 
 def _threads(chosen: Settings) -> dict[str, Any]:
-    """Return how many threads each pool of a process has at most."""
+    """Return the maximal number of threads of each pool of a process."""
     return {
         "calls": chosen.call_threads,
         "updates": chosen.update_threads,
@@ -88,19 +100,11 @@ def _threads(chosen: Settings) -> dict[str, Any]:
     }
 
 
-def _links(known: links.MeasuredMachine) -> dict[str, dict[str, Any]]:
-    """Return the costs of the links that "auto" goes by, in seconds, and where they come from."""
-    return {
-        name: {**link._asdict(), "from": source}
-        for (name, link), source in zip(known.machine._asdict().items(), known.sources, strict=True)
-    }
-
-
 def stores(told: Sequence[tuple[str, int] | None]) -> str | None:
-    """Describe how ranks store for the others of their nodes; None if none does.
+    """Describe the store modes of the ranks; None without engines.
 
     Args:
-        told: by rank, `Engine.stores`, or None without an engine.
+        told: `Engine.stores` by rank, or None without an engine.
     """
     found = {rank: own for rank, own in enumerate(told) if own is not None}
     if not found:
@@ -112,8 +116,16 @@ def stores(told: Sequence[tuple[str, int] | None]) -> str | None:
     return f"{', '.join(each)}; {why if all(times) else 'not measured'}"
 
 
+def _compiled_code() -> str:
+    """Return the origins of the functions that this process has loaded, and the prebuilt levels."""
+    loaded = [f"{number} from {origin}" for origin, number in machine_code.origins().items()]
+    available = ", ".join(prebuilt.available()) or "nothing"
+    return f"{', '.join(loaded) or 'none loaded'}; prebuilt for this processor: {available}"
+
+
 def _chosen_stores(comm: Communicator) -> list[tuple[str, int] | None]:
-    """Let each rank choose as it does in a program; *collective*."""
+    """Let each rank choose its store mode as in a program; *collective*."""
+    # Enough bytes through the slots that each rank has probed its stores.
     x = np.ones(1 << 18, np.float32)
     for _ in range(3):
         comm.allreduce(x)
@@ -122,7 +134,7 @@ def _chosen_stores(comm: Communicator) -> list[tuple[str, int] | None]:
 
 
 def versions() -> dict[str, str]:
-    """Return the versions that should be equal on all ranks, of this process."""
+    """Return this process's versions that should be equal on all ranks."""
     return {
         "unisono": __version__,
         "Python": platform.python_version(),
@@ -140,11 +152,12 @@ def library_name() -> str:
 
 
 def machine(comm: Communicator) -> str:
-    """Describe the processor of rank 0's node, and the cores there that ranks run on; *collective*.
+    """Describe the processor of rank 0's node, and the cores of its ranks; *collective*.
 
-    Where ranks are bound, one rank alone may run on few of the cores that all of them use.
+    Bound ranks each run on few of the cores that all of them use.
     """
     everywhere = comm.allgather_object((comm.node_rank, os.sched_getaffinity(0)))
+    # Not `os.cpu_count`: a container or launcher may allow fewer cores.
     here = [cores for node, cores in everywhere if node == 0]
     cores, each = len(set().union(*here)), min(map(len, here))
     bound = "" if each == cores else f" ({each} for a rank)"
@@ -161,7 +174,7 @@ def _processor() -> str:
 
 
 def thread_level() -> str:
-    """Return what the MPI library allows threads to do: "single" .. "multiple"."""
+    """Return the MPI library's thread level: "single" .. "multiple"."""
     from mpi4py import MPI
 
     levels = {
@@ -174,7 +187,7 @@ def thread_level() -> str:
 
 
 def table(facts: dict[str, Any]) -> str:
-    """Lay facts out as lines of name and value."""
+    """Return facts as lines of name and value."""
     rows = []
     for name, value in facts.items():
         if name == "links":
@@ -183,7 +196,9 @@ def table(facts: dict[str, Any]) -> str:
         if isinstance(value, dict):
             value = ", ".join(f"{k} {'absent' if v is None else v}" for k, v in value.items())
         elif isinstance(value, bool):
-            value = "yes" if value else "no"
+            value = "yes" if value else _ABSENT.get(name, "no")
+        elif isinstance(value, list):
+            value = "; ".join(value)
         rows.append(f"{name.replace('_', ' '):<16} {value or 'none'}")
     return "\n".join(rows)
 
@@ -196,7 +211,8 @@ def _link(costs: dict[str, Any]) -> str:
 
 
 def _version(package: str) -> str | None:
-    """Return the version of an installed package without importing it, None if it is absent."""
+    """Return the version of an installed package without importing it; None if absent."""
+    # Importing CuPy or JAX may start a device.
     if util.find_spec(package) is None:
         return None
     for distribution in _PACKAGES[package]:

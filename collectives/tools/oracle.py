@@ -1,7 +1,7 @@
 """Reference results, computed slowly from the inputs of all ranks.
 
-Every rank can compute every rank's input, so nothing has to be sent to know the right result.
-`check`, `bench` and the tests hold results against this.
+Every rank can compute every rank's input, so the correct result needs no messages. `check`, `bench`
+and the tests compare results with it.
 """
 
 from __future__ import annotations
@@ -46,6 +46,7 @@ __all__ = [
 ]
 
 DTYPES: dict[str, np.dtype[Any]] = {
+    # NumPy lacks bfloat16.
     name: np.dtype(getattr(ml_dtypes, name, name))
     for name in (
         *("float16", "bfloat16", "float32", "float64", "complex64", "complex128"),
@@ -56,20 +57,20 @@ DTYPES: dict[str, np.dtype[Any]] = {
 REDUCTIONS = ("allreduce", "reduce", "reduce_scatter")
 _ROOTED = ("reduce", "broadcast", "gather", "scatter")
 
-# Elements after which an input repeats itself: large inputs cost little, and since the number is a
-# prime, a slice or chunk in a wrong place shows.
+# Period of the inputs, in elements, which makes large inputs cheap. It is a prime, so that a slice
+# or chunk in a wrong place is detected.
 _PERIOD = 4093
 
 
 class Expected(NamedTuple):
-    """The right result: its values, wide, and by how much each may be off; of one shape."""
+    """The correct result in a wide dtype, and the allowed error of each element; of one shape."""
 
     values: Array
     allowed: Array
 
 
 def is_defined(op: Op, dtype: np.dtype[Any]) -> bool:
-    """Tell whether an op has a meaning for a dtype."""
+    """Return whether an op is defined for a dtype."""
     try:
         reduction.check(op, dtype, operation="exact", by_way=True)
     except TypeError:
@@ -78,28 +79,29 @@ def is_defined(op: Op, dtype: np.dtype[Any]) -> bool:
 
 
 def ops(operation: str, dtype: np.dtype[Any]) -> list[Op | None]:
-    """Return the ops to try an operation with; [None] where it reduces nothing."""
+    """Return the ops to test an operation with; [None] if it reduces nothing."""
     if operation not in REDUCTIONS:
         return [None]
     return [op for op in Op if is_defined(op, dtype)]
 
 
 def options(operation: str, op: Op | None, root: int) -> dict[str, Any]:
-    """Return what the call of an operation takes besides its array."""
+    """Return the arguments of an operation besides its array."""
     own: dict[str, Any] = {} if op is None else {"op": op}
     return own | ({"root": root} if operation in _ROOTED else {})
 
 
 def rows_of(operation: str, rank: int, count: int) -> int:
-    """Return how many elements a rank brings: in joins every other rank brings one more."""
+    """Return the number of elements of a rank: in joins every other rank has one more."""
     return count + rank % 2 if operation in ("gather", "allgather") else count
 
 
 def contribution(rank: int, size: int, count: int, dtype: np.dtype[Any]) -> Array:
-    """Return the input of a rank, shape (count,); every rank has other values.
+    """Return the input of a rank, shape (count,), different on every rank.
 
-    Floats stay near enough to 1 that products over `size` ranks fit 16 bits.
+    Floats are near enough to 1 that products over `size` ranks fit 16 bits.
     """
+    # Seeded by the rank, so that every rank can compute all inputs.
     random = np.random.default_rng(rank)
     n = min(count, _PERIOD)
     if dtype.kind == "b":
@@ -118,18 +120,19 @@ def contribution(rank: int, size: int, count: int, dtype: np.dtype[Any]) -> Arra
 def result(
     operation: str, op: Op | None, inputs: Sequence[Array], rank: int, root: int
 ) -> Expected | None:
-    """Return what `rank` should get; None where an operation gives it nothing.
+    """Return the correct result of `rank`; None if the operation returns none there.
 
     Args:
         operation: a name such as "allreduce".
-        op: of a reduction, else None.
-        inputs: of all ranks, flat; of the root alone counts in a broadcast or scatter.
-        rank: whose result.
-        root: of the operations that have one.
+        op: op of a reduction, else None.
+        inputs: flat inputs of all ranks; a broadcast or scatter uses only the root's.
+        rank: rank of the result.
+        root: root, for operations that have one.
     """
     if operation in ("reduce", "gather") and rank != root:
         return None
     if op is not None:
+        # One period, because longer inputs repeat it.
         period = reduced([x[:_PERIOD] for x in inputs], op)
         whole = Expected(*(np.resize(part, inputs[0].size) for part in period))
         if operation != "reduce_scatter":
@@ -148,7 +151,7 @@ def result(
 
 
 def mismatch(got: Any, exact: Expected | None) -> str | None:
-    """Say what is wrong with a result, None if nothing is."""
+    """Return what is wrong with a result, or None."""
     if exact is None or got is None:
         return None if exact is got else "a result on a rank that should get none, or the reverse"
     values, allowed = exact
@@ -158,6 +161,7 @@ def mismatch(got: Any, exact: Expected | None) -> str | None:
         bad = got != values
     else:
         with np.errstate(all="ignore"):
+            # Negated, so that a NaN counts as wrong.
             bad = ~(np.abs(got.astype(values.dtype) - values) <= allowed)
     if not bad.any():
         return None
@@ -187,13 +191,16 @@ def reduced(inputs: Sequence[Array], op: Op) -> Expected:
         stack = stack.astype(np.complex128 if dtype.kind == "c" else np.float64)
     with np.errstate(all="ignore"):
         values = np.asarray(_FUNCTIONS[op](stack))
+    # These results are not rounded.
     if exact_kind or op in (MIN, MAX, LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR):
         return Expected(values.astype(stack.dtype), np.zeros(values.shape))
     work = reduction.work_dtype(dtype)
     magnitude = np.abs(stack).sum(axis=0) / (size if op is MEAN else 1)
+    # The error of a product is relative to the product.
     if op is PRODUCT:
         magnitude = 4 * np.abs(values)
     error = 2 * size * np.finfo(work).eps * magnitude
+    # 16-bit results are rounded once more.
     if work != dtype:
         eps = ml_dtypes.finfo(dtype).eps  # type: ignore[no-untyped-call]
         error = error + eps * (np.abs(values) + error)
@@ -201,14 +208,16 @@ def reduced(inputs: Sequence[Array], op: Op) -> Expected:
 
 
 def _truncated_mean(stack: Array) -> Array:
-    """Divide sums, modulo 2^64, by numbers of Python, which have no limit."""
+    """Divide sums, modulo 2^64, as unbounded Python integers."""
     wide = np.uint64 if stack.dtype == np.uint64 else np.int64
+    # The sum wraps at 64 bits; Python integers then divide exactly.
     total = stack.sum(axis=0, dtype=wide).astype(object)
     size = len(stack)
+    # Toward zero, as in C; `//` alone rounds down.
     return np.asarray(np.where(total < 0, -(-total // size), total // size))
 
 
-# Not those by which the product reduces: what is wrong there must show here.
+# Independent of the functions of the product, so that their errors are detected here.
 _FUNCTIONS: dict[Op, Any] = {
     SUM: lambda stack: stack.sum(axis=0, dtype=stack.dtype),
     MEAN: lambda stack: stack.mean(axis=0),

@@ -16,8 +16,8 @@ if TYPE_CHECKING:
 
 __all__ = ["check", "draw", "draw_curve", "draw_efficiency", "draw_sizes", "is_possible", "save"]
 
-# Colours of matplotlib -> what they are called in an SVG, on a light card and on a dark one. Text
-# and lines on each have a contrast of 3 : 1 at least, as pictures need.
+# Colours of matplotlib -> (name in an SVG, colour on a light card, colour on a dark card). Text and
+# lines have a contrast of at least 3 : 1 on both, as pictures need.
 _COLOURS = {
     "#ffffff": ("card", "#ffffff", "#161b22"),
     "#000000": ("ink", "#1f2328", "#f0f3f6"),
@@ -37,7 +37,7 @@ _COLOURS = {
 
 
 def is_possible() -> bool:
-    """Tell whether matplotlib is installed."""
+    """Return whether matplotlib is installed."""
     try:
         import matplotlib  # noqa: F401
     except ImportError:
@@ -46,10 +46,10 @@ def is_possible() -> bool:
 
 
 def check(path: Path, option: str) -> None:
-    """Refuse a file that no picture can be written to, before anything is computed for it.
+    """Check that a picture can be written to a file, before anything is computed for it.
 
     Raises:
-        ValueError: matplotlib is not installed, there is no such folder, or no such format.
+        ValueError: matplotlib is not installed, or the folder or format does not exist.
     """
     if not is_possible():
         raise ValueError(f"{option} needs matplotlib: pip install matplotlib")
@@ -66,7 +66,7 @@ def check(path: Path, option: str) -> None:
 
 
 def save(figure: Figure, path: Path | str) -> None:
-    """Write a picture into a file; an SVG can be read on light pages and on dark ones.
+    """Write a picture to a file; an SVG is readable on light and dark pages.
 
     Its background is a card of its own, whose colours follow the reader's preference.
     """
@@ -82,6 +82,7 @@ def save(figure: Figure, path: Path | str) -> None:
     with matplotlib.rc_context({"svg.fonttype": "none", "svg.hashsalt": "unisono"}):
         figure.savefig(text, format="svg", metadata={"Date": None})
     drawn = text.getvalue()
+    # matplotlib writes colours literally; variables replace them.
     for colour, (name, *_) in _COLOURS.items():
         drawn = drawn.replace(colour, f"var(--{name})")
     light, dark = (
@@ -92,6 +93,7 @@ def save(figure: Figure, path: Path | str) -> None:
         f"<style>:root{{{light}}}@media(prefers-color-scheme:dark){{:root{{{dark}}}}}"
         "text{fill:var(--ink)}</style>"
     )
+    # Behind the root's start tag, so that the style applies to the whole picture.
     Path(path).write_text(re.sub(r"(<svg[^>]*>)", rf"\1\n {style}", drawn, count=1))
 
 
@@ -102,18 +104,19 @@ def draw(
     bus_factor: float,
     path: Path,
 ) -> None:
-    """Draw the rows of `bench.measure` into a file; its ending decides about the format.
+    """Draw rows of `bench.measure` into a file, in the format of its suffix.
 
     Args:
-        title: above the picture.
+        title: title of the picture.
         rows: at least one.
-        names: of the peers, for people.
+        names: names of the peers, for people.
         bus_factor: busbw / algbw.
-        path: of the file.
+        path: path of the file.
     """
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # Without pyplot, which keeps global state and looks for a display.
     figure = Figure(figsize=(10, 4), layout="constrained")
     FigureCanvasAgg(figure)
     left, right = figure.subplots(1, 2)
@@ -137,14 +140,16 @@ def draw(
 
 
 def draw_curve(title: str, points: Sequence[CurvePoint], path: Path) -> None:
-    """Draw a curve into a file, all algorithms beside what "auto" takes."""
+    """Draw a curve into a file: all algorithms, and the choice of "auto"."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
+    # Without pyplot, as in `draw`.
     figure = Figure(figsize=(7, 4), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
     for name in dict.fromkeys(name for point in points for name in point.times):
+        # An algorithm may exist for some numbers of nodes only.
         known = [(point.nodes, 1e3 * point.times[name]) for point in points if name in point.times]
         axes.loglog(*zip(*known, strict=True), "--", label=name, alpha=0.6)
     nodes, times = zip(*((point.nodes, 1e3 * point.seconds) for point in points), strict=True)
@@ -159,7 +164,7 @@ def draw_curve(title: str, points: Sequence[CurvePoint], path: Path) -> None:
 
 
 def draw_sizes(title: str, curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
-    """Draw what calls of several sizes take into a file: name -> bytes and seconds."""
+    """Draw times of calls by size into a file: name -> (bytes, seconds)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
@@ -178,7 +183,7 @@ def draw_sizes(title: str, curves: Mapping[str, Sequence[tuple[int, float]]], pa
 
 
 def draw_efficiency(title: str, curve: Sequence[tuple[int, float]], path: Path) -> None:
-    """Draw the efficiency of a step into a file: machines and share."""
+    """Draw the efficiency of a step into a file: (machines, share)."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 

@@ -1,8 +1,8 @@
 """`python -m collectives simulate`: time of a call on a simulated cluster.
 
-The closed forms of `explain` know how many messages an algorithm sends, and no more. Here the
-algorithms themselves run, each rank a coroutine, on a clock that only messages, lines and loops
-move on (`collectives.simulation`): ranks wait for each other as they would.
+The cost model of `explain` knows only numbers of messages. Here the algorithms themselves run, each
+rank as a coroutine, on a virtual clock that messages, lines and loops advance
+(`collectives.simulation`): ranks wait for each other as in a real job.
 """
 
 from __future__ import annotations
@@ -29,19 +29,19 @@ from collectives.tools.explain import Question
 
 __all__ = ["AlgorithmRow", "drawable", "least_seconds", "options_of", "rows", "table", "title"]
 
-# Rows that are not of an algorithm: the comparison of a call, and that with the array in it.
+# Rows without an algorithm: the signature check of a call, and the check that carries the array.
 _COMPARISON, _TOGETHER = "comparison", "together"
 
 
 class AlgorithmRow(NamedTuple):
-    """What one algorithm takes.
+    """Simulated time of one algorithm.
 
     Attributes:
         algorithm: its name.
-        seconds: on the simulated clock; until it was stopped, if it was.
-        stopped: whether it took too long to simulate, or too much memory.
-        estimated: seconds by the closed form.
-        failed: the error with which it ends where a rank dies; "" if with none.
+        seconds: seconds on the simulated clock, up to a stop.
+        stopped: whether the simulation exceeded its limit of time or memory.
+        estimated: modelled seconds.
+        failed: error that ended the call after a rank died; "" without one.
     """
 
     algorithm: str
@@ -52,20 +52,20 @@ class AlgorithmRow(NamedTuple):
 
 
 def rows(question: Question, cluster: SimulatedCluster, within: float) -> list[AlgorithmRow]:
-    """Simulate a call by every algorithm that it may have.
+    """Simulate a call by every algorithm of its operation.
 
     Args:
-        question: which call.
-        cluster: where.
-        within: real seconds that each algorithm may take; then it is stopped.
+        question: the call.
+        cluster: the cluster.
+        within: limit in real seconds for each algorithm.
 
     Returns:
-        Of algorithms, fastest first; those that were stopped, and those in which a rank died, come
-        last. Then, where ranks compare their calls by messages, what that takes, and what it takes
-        where "auto" lets the array travel with it.
+        rows of algorithms, fastest first; stopped and failed ones come last. If ranks compare calls
+        by messages, further rows: the signature check, and the check that carries the array if
+        "auto" does that.
 
     Raises:
-        ValueError: there is no such operation, or a negative size.
+        ValueError: the operation is unknown, or the size negative.
         ImportError: greenlet is not installed.
     """
     operation, nbytes = question
@@ -73,16 +73,19 @@ def rows(question: Question, cluster: SimulatedCluster, within: float) -> list[A
     estimates = selection.estimate(operation, nbytes, layout)
     found = []
     for name, estimated in estimates.items():
-        if name == "node":  # its seconds are the engine's, in either way
+        if name == "node":  # modelled, not simulated
             found.append(AlgorithmRow(name, estimated, False, estimated))
         else:
             run = partial(calls.seconds, operation, name, nbytes, cluster)
             found.append(_row(name, estimated, run, within))
+    # Stopped algorithms last, whatever their times.
     found.sort(key=lambda row: (row.stopped, row.seconds))
+    # The engine compares calls without messages.
     if layout.size == 1 or "node" in estimates:
         return found
     auto, _ = explain.pick(question, layout)
     for name, carried in ((_COMPARISON, 0), (_TOGETHER, nbytes)):
+        # The check that carries the array only if "auto" picks it.
         if name in (_COMPARISON, auto):
             run = partial(
                 calls.simulate_sequence, carried, cluster, by_nodes=signature_check.per_node(layout)
@@ -93,6 +96,7 @@ def rows(question: Question, cluster: SimulatedCluster, within: float) -> list[A
 
 def _row(name: str, estimated: float, run: Callable[..., float], within: float) -> AlgorithmRow:
     """Simulate one row."""
+    # `disable=None`: a bar only on a terminal.
     with tqdm(desc=name, unit=" messages", unit_scale=True, disable=None, leave=False) as bar:
         try:
             return AlgorithmRow(name, run(within=within, progress=_show(bar)), False, estimated)
@@ -105,13 +109,14 @@ def _row(name: str, estimated: float, run: Callable[..., float], within: float) 
 def _show(bar: tqdm[object]) -> Callable[[int, float], None]:
     def show(delivered: int, now: float) -> None:
         bar.set_postfix_str(f"{1e3 * now:.3f} ms", refresh=False)
+        # tqdm counts increments.
         bar.update(delivered - bar.n)
 
     return show
 
 
 def least_seconds(question: Question, layout: RankLayout) -> float:
-    """Return the time in which the bytes that must pass a node's line pass it, and no message more.
+    """Return the time in which a node's line transfers the necessary bytes, a lower bound.
 
     0 on one node, and for a barrier.
     """
@@ -120,10 +125,13 @@ def least_seconds(question: Question, layout: RankLayout) -> float:
     if question.operation == "barrier" or nodes == 1:
         return 0.0
     if question.operation == "allreduce":
+        # As a reduce-scatter and an allgather, which move the same bytes.
         return 2 * away
     if question.operation == "alltoall":
+        # Every rank of a node has an array of its own.
         return layout.per_node * away
     if question.operation in ("broadcast", "reduce"):
+        # The root's node sends or receives every byte once.
         return question.nbytes * beta
     return away
 
@@ -134,19 +142,19 @@ def table(
     cluster: SimulatedCluster,
     known: links.MeasuredMachine,
 ) -> str:
-    """Lay the rows out for people.
+    """Return the rows as a table.
 
     Args:
-        question: which call.
-        found: of `rows`.
-        cluster: where.
-        known: the links and where they come from.
+        question: the call.
+        found: result of `rows`.
+        cluster: the cluster.
+        known: the links and their sources.
     """
     layout = cluster.layout
     auto, _ = explain.pick(question, layout)
     least = least_seconds(question, layout)
     lines = [
-        f"{question}, {layout.size} ranks on {layout.num_nodes} nodes, simulated",
+        f"{question}, {layout}, simulated",
         links.table(known),
         f"{'algorithm':<14}{'simulated ms':>13}{'of the line':>13}{'estimated ms':>14}",
     ]
@@ -167,17 +175,17 @@ def table(
 
 
 def title(operation: str, cluster: SimulatedCluster) -> str:
-    """Say in a line what a picture shows."""
-    return f"{operation}, {cluster.size} ranks on {cluster.num_nodes} nodes, simulated"
+    """Return the title of a picture."""
+    return f"{operation}, {cluster.layout}, simulated"
 
 
 def drawable(
     found: Sequence[tuple[int, Sequence[AlgorithmRow]]],
 ) -> dict[str, list[tuple[int, float]]]:
-    """Return for each algorithm its bytes and seconds, without what was stopped.
+    """Return bytes and seconds for each algorithm, without stopped ones.
 
     Args:
-        found: bytes, and the rows of `rows` for them.
+        found: bytes, and the result of `rows` for them.
     """
     curves: dict[str, list[tuple[int, float]]] = {}
     for nbytes, several in found:
@@ -187,27 +195,29 @@ def drawable(
     return curves
 
 
-# What the settings file of a cluster may say: the options of these names.
+# Options that the settings file of a cluster may contain.
 _OF_A_CLUSTER = ("nodes", "ranks", "link", "latency", "tuned", "switch", "oversubscribed", "burst",
                  "cores", "nodes-per-host",
                  "noise", "seed", "slow", "dead")  # fmt: skip
 
 
 def options_of(file: Path) -> list[str]:
-    """Read the settings file of a cluster as options of the command line.
+    """Return the settings file of a cluster as command-line options.
 
     Args:
-        file: lines such as `nodes = 512` below `[cluster]`; of `slow` and `dead` several in a line.
+        file: lines such as `nodes = 512` below `[cluster]`; `slow` and `dead` take several values.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: it cannot be understood, or names something that is not of a cluster.
+        OSError: the file cannot be read.
+        ValueError: the file is invalid, or has an unknown setting.
     """
+    # Percent signs in values are plain text.
     parser = configparser.ConfigParser(interpolation=None)
     try:
         parser.read_string(file.read_text())
         settings = parser["cluster"]
     except (configparser.Error, KeyError, UnicodeDecodeError) as error:
+        # Errors of configparser span several lines.
         why = " ".join(str(error).split())
         raise ValueError(f"{file}: expected lines below [cluster]: {why}") from None
     found = []
@@ -216,6 +226,7 @@ def options_of(file: Path) -> list[str]:
             raise ValueError(
                 f"{file}: unknown setting, expected one of {' '.join(_OF_A_CLUSTER)}, got {name!r}"
             )
+        # Options that may be repeated.
         for each in value.split() if name in ("slow", "dead") else [value]:
             found += [f"--{name}", each]
     return found

@@ -8,96 +8,108 @@ from collections.abc import Callable
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+from collectives.algorithms import selection
 from collectives.core import links
+from collectives.core.command_line import at_least
 
 if TYPE_CHECKING:
     from collectives.simulation.cluster import SimulatedCluster
 
-# The rest is imported by whoever runs the command: all others have these options to refuse, too.
+# Other modules are imported only by `run`, because every command adds these options.
 
 __all__ = ["add", "run"]
 
-# Beyond these the objects of a simulation alone take minutes, or memory without end.
+# Beyond these limits a simulation takes minutes to set up, or exhausts memory.
 _MOST_RANKS, _MOST_BYTES = 1 << 16, 1 << 40
 
-# A factor beyond which times are not numbers any more.
+# Largest factor: times stay finite.
 _MOST_FACTOR = 1e6
 
-# Of a call, and of a step: what only one of them has.
+# Options that only a step has.
 _OF_A_STEP = ("compute", "gradients", "times", "overlap", "half", "spread", "stragglers")
 
 
 def add(simulate: argparse.ArgumentParser) -> None:
     """Add the options of the command."""
-    text = "a file that says some of the options of a cluster, nodes to dead, below [cluster]"
+    text = "file with options of the cluster, --nodes to --dead, below [cluster]"
     simulate.add_argument("--cluster", type=Path, metavar="FILE", help=text)
-    simulate.add_argument("--op", help="default allreduce")
-    text = "of the whole array: 64M, FIRST:LAST in steps of 4, or A,B,C"
+    text = f"operation: {', '.join(selection.ALGORITHMS)} (default: allreduce)"
+    simulate.add_argument("--op", choices=list(selection.ALGORITHMS), metavar="NAME", help=text)
+    text = "size of the whole array: 64M, FIRST:LAST in steps of 4 times, or A,B,C"
     simulate.add_argument("--bytes", help=text)
     _add_machines(simulate)
     _add_troubles(simulate)
     _add_step(simulate)
-    text = "how long one algorithm may take to simulate (default %(default)g)"
+    text = "longest real time of one algorithm (default: %(default)g)"
     simulate.add_argument("--within", type=_factor, default=60.0, metavar="SECONDS", help=text)
     text = "draw the times of all sizes, or the efficiency of steps, with matplotlib"
     simulate.add_argument("--picture", type=Path, metavar="FILE.png", help=text)
 
 
 def _add_machines(simulate: argparse.ArgumentParser) -> None:
-    simulate.add_argument("--nodes", type=int)
-    simulate.add_argument("--ranks", type=int, default=1, help="on each node (default 1)")
-    text = "of a node's line in either direction, as 100Gbit/s"
+    number = at_least(1)
+    simulate.add_argument("--nodes", type=number, metavar="N", help="number of nodes")
+    text = "ranks on each node (default: 1)"
+    simulate.add_argument("--ranks", type=number, default=1, metavar="N", help=text)
+    text = "bandwidth of a node's line in each direction, such as 100Gbit/s"
     simulate.add_argument("--link", dest="gigabits", type=_gigabits, metavar="RATE", help=text)
-    text = "of a message between nodes, as 2us"
+    text = "latency of a message between nodes, such as 2us"
     simulate.add_argument("--latency", type=_time, metavar="TIME", help=text)
+    text = "file of tune, or off (default: this cluster's file)"
+    simulate.add_argument("--tuned", metavar="FILE", help=text)
+    text = "nodes below one switch (default: all nodes)"
+    simulate.add_argument("--switch", type=int, metavar="N", help=text)
+    text = "rate of these nodes over the rate of their switch's uplink (default: %(default)g)"
     simulate.add_argument(
-        "--tuned", metavar="FILE", help="what tune measured, or off (default: this cluster's file)"
+        "--oversubscribed", type=_factor, default=1.0, metavar="FACTOR", help=text
     )
-    text = "nodes below one switch (default: all, and it is never the narrow part)"
-    simulate.add_argument("--switch", type=int, metavar="NODES", help=text)
-    text = "how much more these send than their switch's line up takes (default %(default)g)"
-    simulate.add_argument("--oversubscribed", type=_factor, default=1.0, help=text)
-    text = "bytes that a node's line passes at once after it was idle (default 0)"
+    text = "bytes that an idle line of a node passes at once (default: 0)"
     simulate.add_argument("--burst", type=int, default=0, metavar="BYTES", help=text)
-    text = "cores that the ranks of a host share (default: each rank has one of its own)"
-    simulate.add_argument("--cores", type=int, metavar="CORES", help=text)
-    text = "nodes that are on one host, as containers are (default 1)"
-    simulate.add_argument("--nodes-per-host", type=int, default=1, metavar="NODES", help=text)
+    text = "cores that the ranks of a host share (default: a core for each rank)"
+    simulate.add_argument("--cores", type=int, metavar="N", help=text)
+    text = "nodes on one host, as containers are (default: 1)"
+    simulate.add_argument("--nodes-per-host", type=int, default=1, metavar="N", help=text)
 
 
 def _add_troubles(simulate: argparse.ArgumentParser) -> None:
-    text = "standard deviation of the programs' times over their mean (default %(default)g)"
-    simulate.add_argument("--noise", type=float, default=0.0, help=text)
-    simulate.add_argument("--seed", type=int, default=0, help="of the noise (default 0)")
-    text = "a rank whose program is slower, as 3:10; may be said several times"
-    simulate.add_argument("--slow", type=_slow, action="append", default=[], help=text)
-    text = "a rank that dies after some time of the simulated clock, as 3:2ms; also several times"
-    simulate.add_argument("--dead", type=_dead, action="append", default=[], help=text)
+    text = "standard deviation of program times over their mean (default: %(default)g)"
+    simulate.add_argument("--noise", type=float, default=0.0, metavar="RATIO", help=text)
+    text = "seed of the noise (default: 0)"
+    simulate.add_argument("--seed", type=int, default=0, metavar="N", help=text)
+    text = "rank whose program is slower, and the factor, such as 3:10; may be repeated"
+    simulate.add_argument(
+        "--slow", type=_slow, action="append", default=[], metavar="RANK:FACTOR", help=text
+    )
+    text = "rank that dies, and the simulated time, such as 3:2ms; may be repeated"
+    simulate.add_argument(
+        "--dead", type=_dead, action="append", default=[], metavar="RANK:TIME", help=text
+    )
 
 
 def _add_step(simulate: argparse.ArgumentParser) -> None:
-    text = "instead of a call a training step of every rank, on 1, 2, 4 ... of the nodes"
+    text = "simulate a training step instead of a call, on 1, 2, 4 ... of the nodes"
     simulate.add_argument("--step", action="store_true", help=text)
-    text = "of a step: how long a rank computes, as 150ms"
+    text = "with --step: time that a rank computes, such as 150ms"
     simulate.add_argument("--compute", type=_time, metavar="TIME", help=text)
-    text = "of a step: standard deviation of that over its mean (default 0)"
-    simulate.add_argument("--spread", type=float, help=text)
-    text = "of a step: which share of them takes how many times as long, as 1%%:3"
-    simulate.add_argument("--stragglers", type=_stragglers, help=text)
-    text = "of a step: times of steps, to draw from in place of --spread; scaled to --compute"
+    text = "with --step: standard deviation of this time over its mean (default: 0)"
+    simulate.add_argument("--spread", type=float, metavar="RATIO", help=text)
+    text = "with --step: share of slow steps, and their factor, such as 1%%:3"
+    simulate.add_argument("--stragglers", type=_stragglers, metavar="SHARE:FACTOR", help=text)
+    text = "with --step: measured times of steps instead of --spread, scaled to --compute"
     simulate.add_argument("--times", type=Path, metavar="FILE", help=text)
-    text = "of a step: bytes of its buckets, as they get ready: 25M,25M,48M"
+    text = "with --step: bytes of the buckets in the order they become ready: 25M,25M,48M"
     simulate.add_argument("--gradients", metavar="BYTES", help=text)
-    text = "of a step: reduce buckets while later ones are computed"
+    text = "with --step: reduce buckets while later buckets are computed"
     simulate.add_argument("--overlap", action="store_true", help=text)
-    simulate.add_argument("--half", action="store_true", help="of a step: send 16 bits for 32")
+    text = "with --step: send 16 bits instead of 32"
+    simulate.add_argument("--half", action="store_true", help=text)
 
 
 def run(options: argparse.Namespace, known: links.MeasuredMachine) -> None:
-    """Simulate what is asked, and print it.
+    """Run the simulation that the options describe, and print it.
 
     Raises:
-        ValueError: it makes no sense.
+        ValueError: the options are invalid.
         OSError: a file cannot be read or written.
         ImportError: greenlet is not installed.
     """
@@ -111,9 +123,11 @@ def run(options: argparse.Namespace, known: links.MeasuredMachine) -> None:
         return
     operation = "allreduce" if options.op is None else options.op
     found = []
+    # A barrier moves no bytes, so any size serves.
     for nbytes in _sizes("bytes", "4" if options.bytes is None else options.bytes):
         question = Question(operation, nbytes)
         found.append((nbytes, simulate.rows(question, cluster, options.within)))
+        # At once, because the next size may take minutes.
         print(simulate.table(question, found[-1][1], cluster, known), flush=True)
     if options.picture is not None:
         name = simulate.title(operation, cluster)
@@ -138,24 +152,20 @@ def _run_step(options: argparse.Namespace, cluster: SimulatedCluster) -> None:
 
 
 def _check(options: argparse.Namespace) -> None:
-    """Refuse options that are missing, or do not go together, before anything is simulated."""
+    """Reject missing and contradictory options, before anything is simulated."""
     from collectives.tools import plot
 
     of_call = [] if options.op == "barrier" else ["bytes"]
     for name in ("nodes", *(["compute", "gradients"] if options.step else of_call)):
         if getattr(options, name) is None:
             raise ValueError(f"simulate: --{name} is missing")
-    if options.nodes < 1 or options.ranks < 1:
-        raise ValueError(
-            "simulate: expected one or more nodes with one or more ranks on each, got "
-            f"{options.nodes} with {options.ranks}"
-        )
     if options.nodes * options.ranks > _MOST_RANKS:
         raise ValueError(
             f"simulate: expected at most {_MOST_RANKS} ranks, got {options.nodes * options.ranks}"
         )
     if options.step and not (options.bytes is None and options.op is None):
         raise ValueError("simulate: a step reduces its gradients, expected no --bytes and no --op")
+    # None and False: not given.
     others = [name for name in _OF_A_STEP if getattr(options, name) not in (None, False)]
     if others and not options.step:
         raise ValueError(f"simulate: expected --step with --{others[0]}")
@@ -172,16 +182,20 @@ def _cluster(options: argparse.Namespace, known: links.MeasuredMachine) -> Simul
         options.nodes * options.ranks, options.nodes, known.machine,
         nodes_per_switch=options.switch, oversubscription=options.oversubscribed,
         burst=options.burst, cores=options.cores, nodes_per_host=options.nodes_per_host,
+        # Of several values for a rank the last one counts.
         noise=options.noise, seed=options.seed, slow=dict(options.slow),
         deaths=dict(options.dead),
     )  # fmt: skip
 
 
 def _sizes(option: str, text: str) -> list[int]:
-    """Read sizes of arrays of float32."""
+    """Parse sizes of float32 arrays."""
     from collectives.tools import byte_sizes
 
-    found = byte_sizes.sizes(text)
+    try:
+        found = byte_sizes.sizes(text)
+    except ValueError as error:
+        raise ValueError(f"simulate: --{option}: {str(error).removeprefix('sizes: ')}") from None
     for nbytes in found:
         if not 4 <= nbytes <= _MOST_BYTES:
             raise ValueError(
@@ -191,13 +205,14 @@ def _sizes(option: str, text: str) -> list[int]:
 
 
 def _with_reason(expected: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
-    """Let an option be refused in these words."""
+    """Return a decorator that states what an option expects in its errors."""
 
     def decorate(read: Callable[[str], Any]) -> Callable[[str], Any]:
         def checked(text: str) -> Any:
             try:
                 return read(text)
             except ValueError:
+                # argparse shows the text of this class, and hides that of a ValueError.
                 raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
 
         return checked

@@ -20,22 +20,23 @@ from collectives.tools import explain
 
 __all__ = ["StepPoint", "Step", "points", "table", "times_of"]
 
-# Steps over which times are averaged.
+# Number of simulated steps, over which times are averaged.
 _STEPS = 400
 
 
 def times_of(file: Path) -> list[float]:
-    """Read what steps have taken, in any unit: numbers, with spaces or line ends between them.
+    """Read times of steps in any unit, separated by white space.
 
     Raises:
-        OSError: it cannot be read.
-        ValueError: there is something else, or a time that is not above zero.
+        OSError: the file cannot be read.
+        ValueError: a word is not a number above zero.
     """
     try:
         words = file.read_text().split()
         found = [float(word) for word in words]
     except ValueError as error:
         raise ValueError(f"{file}: expected times of steps, {error}") from None
+    # `float` also reads infinities and NaN.
     if not found or not all(0 < time < math.inf for time in found):
         raise ValueError(f"{file}: expected times of steps above 0, got {words[:5]}")
     return found
@@ -45,10 +46,10 @@ class Step(NamedTuple):
     """A training step of one replica.
 
     Attributes:
-        compute: how long it computes.
-        gradients: bytes of each bucket, of float32, in the order in which they are ready.
-        overlap: whether they are reduced while the others are computed.
-        half: whether they travel as 16 bits.
+        compute: distribution of compute times.
+        gradients: bytes of each float32 bucket, in the order in which they are ready.
+        overlap: whether buckets are reduced while later gradients are computed.
+        half: whether they are sent as 16 bits.
     """
 
     compute: Compute
@@ -58,15 +59,15 @@ class Step(NamedTuple):
 
 
 class StepPoint(NamedTuple):
-    """How a step goes on some machines.
+    """Simulated step on a number of machines.
 
     Attributes:
-        nodes: machines.
-        ranks: on all of them.
-        seconds: of a step, mean.
-        reducing: seconds in which all gradients would be reduced by themselves.
-        efficiency: of a replica's time, the share in which it computes.
-        exact: whether all of it was simulated; else a closed form stands for what took too long.
+        nodes: number of machines.
+        ranks: number of ranks on all of them.
+        seconds: mean seconds of a step.
+        reducing: seconds of reducing all gradients, without overlap.
+        efficiency: share of a replica's time in which it computes.
+        exact: whether everything was simulated; else the cost model replaced what took too long.
     """
 
     nodes: int
@@ -81,21 +82,21 @@ def points(step: Step, cluster: SimulatedCluster, within: float) -> list[StepPoi
     """Simulate the step on 1, 2, 4 ... machines, up to those of a cluster.
 
     Args:
-        step: of each rank, which is a replica.
-        cluster: the last point; the same number of ranks is on the machines of the others.
-        within: real seconds that one all-reduce may take.
+        step: step of each rank, which is a replica.
+        cluster: cluster of the last point; other points have the same number of ranks per machine.
+        within: limit of one all-reduce in real seconds.
 
     Raises:
-        ValueError: a bucket has no byte, or there are not as many ranks on every machine.
+        ValueError: a bucket is empty, or machines have different numbers of ranks.
         ImportError: greenlet is not installed.
     """
     if not step.gradients or min(step.gradients) < 1:
         raise ValueError(f"simulate: expected buckets of some bytes, got {list(step.gradients)}")
     if cluster.size % cluster.num_nodes:
-        raise ValueError("simulate: for a step expected as many ranks on every machine")
+        raise ValueError("simulate: a step needs the same number of ranks on every machine")
     if cluster.slow or cluster.deaths:
         raise ValueError(
-            "simulate: a step is drawn on fewer machines, too, which have no rank by that number; "
+            "simulate: a step is also simulated on fewer machines, which may lack this rank; "
             "expected --stragglers in place of --slow, and no --dead"
         )
     per_node = cluster.size // cluster.num_nodes
@@ -108,12 +109,16 @@ def points(step: Step, cluster: SimulatedCluster, within: float) -> list[StepPoi
 
 
 def _point(step: Step, cluster: SimulatedCluster, within: float) -> StepPoint:
+    # The same draws for all buckets.
     drawn = step.compute.draw(_STEPS, cluster.size)
     times: dict[int, tuple[float, bool]] = {}
     buckets = []
     for nbytes, share in zip(step.gradients, training.ready_fractions(step.gradients), strict=True):
+        # Buckets of equal bytes take equal time.
         if nbytes not in times:
+            # At least one float32.
             times[nbytes] = _seconds(max(4, nbytes // 2) if step.half else nbytes, cluster, within)
+        # Without overlap all buckets are ready at the end of the computation.
         buckets.append((share if step.overlap else 1.0, times[nbytes][0]))
     outcome = training.all_reduce(drawn, buckets)
     return StepPoint(
@@ -124,14 +129,15 @@ def _point(step: Step, cluster: SimulatedCluster, within: float) -> StepPoint:
 
 
 def _seconds(nbytes: int, cluster: SimulatedCluster, within: float) -> tuple[float, bool]:
-    """Return what the all-reduce takes that "auto" picks, and whether it was simulated.
+    """Return the seconds of the all-reduce that "auto" picks, and whether it was simulated.
 
-    With the comparison of the call, but for one inside a node, whose engine compares.
+    Includes the signature check, except inside a node, where the engine compares calls.
     """
     if cluster.size == 1:
         return 0.0, True
     layout = cluster.layout
     pick, estimated = explain.pick(explain.Question("allreduce", nbytes), layout)
+    # The engine is modelled, not simulated.
     if pick == "node":
         return estimated, True
     together = partial(
@@ -140,14 +146,16 @@ def _seconds(nbytes: int, cluster: SimulatedCluster, within: float) -> tuple[flo
     try:
         if pick == "together":
             return together(nbytes, within=within), True
+        # Ranks compare the call first, by separate messages.
         run = calls.seconds("allreduce", pick, nbytes, cluster, within=within)
         return together(0, within=within) + run, True
     except Stopped:
+        # The cost model replaces a simulation that takes too long; the table says so.
         return estimated, False
 
 
 def table(step: Step, found: Sequence[StepPoint]) -> str:
-    """Lay the points out for people."""
+    """Return the points as a table."""
     whole, compute = sum(step.gradients), step.compute
     spread = f"spread {100 * compute.spread:g} %"
     if compute.measured:

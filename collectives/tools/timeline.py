@@ -1,7 +1,6 @@
 """`python -m collectives timeline`: merges the ranks' timelines and reports who waited.
 
-Of the ranks that make a call, the last to enter it keeps the others waiting, each from when it has
-entered itself.
+The last rank to enter a call keeps the other ranks of the call waiting, each from its own entry on.
 """
 
 from __future__ import annotations
@@ -11,45 +10,51 @@ import sys
 from collections import defaultdict
 from collections.abc import Mapping
 from pathlib import Path
+from typing import Any
 
+from collectives.core.errors import counted
 from collectives.tools import plot
 from collectives.tools.timeline_files import (
     Ranks,
     RankTimeline,
     RecordedCall,
     events,
+    limits,
     read,
     spans_of,
 )
 from collectives.tracing.timeline import FIRST_LINE, LAST_LINE
 from collectives.tracing.timeline_events import KINDS
 
-__all__ = ["Late", "draw", "late_ranks", "merge", "report", "run"]
+__all__ = ["Late", "draw", "facts", "late_ranks", "merge", "report", "run"]
 
 MERGED = "timeline.json"
 
-# How many ranks, and ranks that wait for one, are printed.
+# Most ranks that are printed, and most waiting ranks for each.
 _LINES, _NAMES = 8, 6
 
-# In the picture: colors of what a call spends its time on, and of the bars below.
+# Colors of the picture: parts of a call, and the bars below.
 _COLORS = dict(zip(KINDS, ("tab:red", "tab:blue", "tab:green", "tab:orange"), strict=True))
 _BACKGROUNDS = {"span": "lightblue", "call": "lightgrey"}
 
-# In the picture: first and last height of a bar, from the middle of its rank's row.
+# First and last height of a bar in the picture, from the middle of its rank's row.
 _HEIGHTS = {"span": (0.04, 0.32), "call": (-0.36, 0.36), "part": (-0.36, 0.24)}
 
 
 def merge(ranks: Ranks, path: Path) -> None:
-    """Write the stretches of all ranks into one file, by rank 0's clock, from 0 on."""
-    zero = min(rank.at(rank.first) for rank in ranks.values() if rank.first <= rank.last)
+    """Write the spans of all ranks into one file, on rank 0's clock, starting at 0."""
+    zero, _ = limits(ranks)
     with path.open("w", encoding="utf-8") as out:
         out.write(FIRST_LINE)
         for rank in ranks.values():
             for event in events(rank.path):
+                # Damaged; `read` has counted these lines.
                 if event is None:
                     continue
+                # Metadata has no time.
                 if "ts" in event:
                     begins = rank.at(event["ts"])
+                    # Clocks differ in rate, so durations change as well.
                     if "dur" in event:
                         ends = rank.at(event["ts"] + event["dur"])
                         event["dur"] = round(ends - begins, 3)
@@ -59,13 +64,13 @@ def merge(ranks: Ranks, path: Path) -> None:
 
 
 class Late:
-    """How a rank kept others waiting.
+    """Waits that a late rank caused.
 
     Attributes:
-        rank: this one.
-        waited: seconds of each of the others.
-        calls: in how many calls.
-        longest: seconds of the longest wait, for which call, and in which span it was meanwhile.
+        rank: the late rank.
+        waited: seconds by waiting rank.
+        calls: number of calls.
+        longest: seconds of the longest wait, its call, and the late rank's span at that time.
     """
 
     def __init__(self, rank: int) -> None:
@@ -76,38 +81,45 @@ class Late:
 
     @property
     def total(self) -> float:
-        """Seconds of all others."""
+        """Total seconds of all waiting ranks."""
         return sum(self.waited.values())
 
 
 def late_ranks(ranks: Ranks) -> list[Late]:
-    """Return which ranks kept others waiting, whom the others waited longest for first."""
+    """Return the late ranks, in the order of the waits they caused, longest first."""
     late = {number: Late(number) for number in ranks}
     together: dict[tuple[str, str], list[int]] = defaultdict(list)
     for number, rank in ranks.items():
         for key in rank.calls:
             together[key].append(number)
+    # Calls with one key are one call of all its ranks.
     for key, members in together.items():
         calls = {number: ranks[number].calls[key] for number in members}
         began = {number: ranks[number].at(call.began) for number, call in calls.items()}
+        # The other ranks wait for the last one to enter.
         last = max(members, key=lambda number: began[number])
         waits = {
+            # A rank whose call ended before has waited only until then.
             number: min(began[last], ranks[number].at(calls[number].ended)) - began[number]
             for number in members if number != last
         }  # fmt: skip
         _add(late[last], calls[last], waits)
+        # Looked up only for the longest wait, because a rank may have many spans.
         if late[last].longest[1] is calls[last]:
             us = max(waits.values())
             span = _span(ranks[last], calls[last].began - us, calls[last].began)
             late[last].longest = us / 1e6, calls[last], span
     for number, rank in ranks.items():
+        # A receive from a known rank waits for its sender.
         for source, call in rank.received:
+            # The file of a sender may be missing.
             if source in late:
                 _add(late[source], call, {number: call.ended - call.began})
     return sorted(late.values(), key=lambda one: -one.total)
 
 
 def _add(late: Late, call: RecordedCall, waits: Mapping[int, float]) -> None:
+    # No other rank waits for a call of one rank.
     late.calls += bool(waits)
     for number, us in waits.items():
         late.waited[number] += us / 1e6
@@ -116,7 +128,7 @@ def _add(late: Late, call: RecordedCall, waits: Mapping[int, float]) -> None:
 
 
 def _span(rank: RankTimeline, began: float, ended: float) -> str:
-    """Return in which of the user's spans a rank was for at least half of a time, the shortest."""
+    """Return the shortest user span that covers at least half of a time, or ""."""
     fitting = [
         (until - since, name)
         for since, until, name in rank.spans
@@ -125,15 +137,48 @@ def _span(rank: RankTimeline, began: float, ended: float) -> str:
     return min(fitting)[1] if fitting else ""
 
 
-def report(ranks: Ranks) -> str:
-    """Say what each rank spent its time on, and who waited for whom."""
+def _extent(ranks: Ranks) -> tuple[int, float, float]:
+    """Return the number of nodes, the time of all ranks, and the error of clocks, in seconds."""
     nodes = len({rank.facts["node"] for rank in ranks.values()})
-    begin = min(rank.at(rank.first) for rank in ranks.values())
-    whole = max(rank.at(rank.last) for rank in ranks.values()) - begin
+    begin, end = limits(ranks)
     error = max(clock.error for rank in ranks.values() for clock in rank.clocks)
-    size = f"{len(ranks)} rank{'s' * (len(ranks) > 1)} on {nodes} node{'s' * (nodes > 1)}"
-    fit = f", whose clocks fit to {error / 1e6:.3f} ms" if nodes > 1 else ""
-    lines = [f"{size}{fit}, {whole / 1e6:.3f} s"]
+    return nodes, (end - begin) / 1e6, error / 1e9
+
+
+def facts(ranks: Ranks) -> dict[str, Any]:
+    """Return the content of `report`, with all ranks, for JSON; times in seconds."""
+    nodes, whole, error = _extent(ranks)
+    late = [one for one in late_ranks(ranks) if one.total > 0]
+    return {
+        "nodes": nodes,
+        "seconds": whole,
+        "clock_error": error,
+        "ranks": {
+            number: {
+                "calls": rank.number_of_calls,
+                "in_calls": rank.in_calls / 1e6,
+                "parts": {kind: rank.totals[kind] / 1e6 for kind in KINDS},
+            }
+            for number, rank in ranks.items()
+        },
+        "late": [
+            {"rank": one.rank, "waited": one.waited, "calls": one.calls, "longest": _longest(one)}
+            for one in late
+        ],
+    }
+
+
+def _longest(late: Late) -> dict[str, Any]:
+    seconds, call, span = late.longest
+    return {"seconds": seconds, "call": call.name, "at": call.at, "span": span or None}
+
+
+def report(ranks: Ranks) -> str:
+    """Report how each rank spent its time, and which ranks waited for which."""
+    nodes, whole, error = _extent(ranks)
+    size = f"{counted(len(ranks), 'rank')} on {counted(nodes, 'node')}"
+    fit = f", whose clocks fit to {1e3 * error:.3f} ms" if nodes > 1 else ""
+    lines = [f"{size}{fit}, {whole:.3f} s"]
     head = "".join(f"{kind:>16}" for kind in KINDS)
     lines.append(f"{'seconds':<10}{'calls':>9}{'in calls':>12}{head}")
     for number, rank in ranks.items():
@@ -141,13 +186,14 @@ def report(ranks: Ranks) -> str:
         name = f"rank {number}"
         lines.append(f"{name:<10}{rank.number_of_calls:>9}{rank.in_calls / 1e6:12.3f}{parts}")
     late = [one for one in late_ranks(ranks) if one.total > 0]
-    lines.append("who waited for whom" if late else "nobody waited for anybody")
+    lines.append("who waited for whom" if late else "no rank waited for another")
     for one in late[:_LINES]:
         waited = sorted(one.waited.items(), key=lambda item: -item[1])
         names = [f"rank {number} {seconds:.3f} s" for number, seconds in waited[:_NAMES]]
         more = f", {len(waited) - _NAMES} more" if len(waited) > _NAMES else ""
         lines.append(
-            f"for rank {one.rank}: {one.total:.3f} s in {one.calls} calls: {', '.join(names)}{more}"
+            f"for rank {one.rank}: {one.total:.3f} s in {counted(one.calls, 'call')}: "
+            f"{', '.join(names)}{more}"
         )
         seconds, call, span = one.longest
         doing = f", while it was in {span!r}" if span else ""
@@ -156,7 +202,7 @@ def report(ranks: Ranks) -> str:
 
 
 def draw(ranks: Ranks, path: Path) -> None:
-    """Draw a row for each rank, with its spans and calls; the suffix of `path` is the format."""
+    """Draw a row per rank, with its spans and calls; the suffix of `path` is the format."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
     from matplotlib.patches import Patch
@@ -164,7 +210,7 @@ def draw(ranks: Ranks, path: Path) -> None:
     figure = Figure(figsize=(11, 1.2 + 0.8 * len(ranks)), layout="constrained")
     FigureCanvasAgg(figure)
     axes = figure.subplots()
-    zero = min(rank.at(rank.first) for rank in ranks.values())
+    zero, _ = limits(ranks)
     for row, rank in enumerate(ranks.values()):
         for one in spans_of(rank):
             began, ended = ((rank.at(time) - zero) / 1000 for time in (one.began, one.ended))
@@ -176,6 +222,7 @@ def draw(ranks: Ranks, path: Path) -> None:
                 middle = (began + ended) / 2, row - low - height / 2
                 axes.annotate(one.name, middle, ha="center", va="center", fontsize=7)
     axes.set_yticks(range(len(ranks)), [f"rank {number}" for number in ranks])
+    # Rank 0 on top.
     axes.set_ylim(len(ranks) - 0.5, -0.5)
     axes.set_xlabel("ms")
     legend = {**{f"a {kind}": color for kind, color in _BACKGROUNDS.items()}, **_COLORS}
@@ -184,8 +231,8 @@ def draw(ranks: Ranks, path: Path) -> None:
     plot.save(figure, path)
 
 
-def run(directory: Path, out: Path | None, picture: Path | None) -> int:
-    """Merge, print the report, and draw it; returns the exit status."""
+def run(directory: Path, out: Path | None, picture: Path | None, as_json: bool = False) -> int:
+    """Merge, print the report or its facts as JSON, and draw it; return the exit status."""
     if picture is not None and not plot.is_possible():
         print("timeline: --plot needs matplotlib: pip install matplotlib", file=sys.stderr)
         return 2
@@ -196,10 +243,12 @@ def run(directory: Path, out: Path | None, picture: Path | None) -> int:
         return 1
     merged = directory / MERGED if out is None else out
     merge(ranks, merged)
-    print(report(ranks))
-    for remark in remarks:
-        print(remark)
+    if as_json:
+        print(json.dumps({**facts(ranks), "remarks": remarks, "file": str(merged)}, indent=2))
+    else:
+        print("\n".join([report(ranks), *remarks]))
     if picture is not None:
         draw(ranks, picture)
-    print(f"all of it, for https://ui.perfetto.dev: {merged}")
+    if not as_json:
+        print(f"all of it, for https://ui.perfetto.dev: {merged}")
     return 0

@@ -1,10 +1,10 @@
 """Reader of timeline files, with clock alignment.
 
-The files (`collectives.tracing.timeline`) have times of their nodes' clocks, and comparisons of
-these with rank 0's (`collectives.operations.timeline_control`). One comparison gives what to add,
-two of them also how fast one clock goes by the other. A job that was killed has only the first. So
-its last calls have to serve: no rank leaves an all-reduce before the last one has entered, and a
-clock by which one did is wrong by as much.
+The files (`collectives.tracing.timeline`) have times of their nodes' clocks, and comparisons with
+rank 0's clock (`collectives.operations.timeline_control`). One comparison gives the offset, two
+also the relative rate. A killed job has only the first one. Then its last calls are used: no rank
+leaves an all-reduce before the last rank has entered, so a clock that shows otherwise is wrong by
+the difference.
 """
 
 from __future__ import annotations
@@ -28,24 +28,25 @@ __all__ = [
     "Ranks",
     "RecordedSpan",
     "events",
+    "limits",
     "read",
     "spans_of",
 ]
 
-# Which calls no rank leaves before all have entered, whatever settings and algorithm.
+# Calls that no rank leaves before all have entered, for all settings and algorithms.
 _FOR_ALL = {
     "allgather", "allreduce", "alltoall", "barrier", "grouped_allreduce", "planned allreduce",
     "stop_timeline",
 }  # fmt: skip
 
-# How many of the last calls tell how wrong a clock has become.
+# Number of last calls that determine the error of a clock.
 _LAST_CALLS = 1000
 
 _NAME = re.compile(r"rank-(\d+)\.json")
 
 
 class ClockReading(NamedTuple):
-    """A comparison of a rank's clock with rank 0's; in ns."""
+    """A comparison of a rank's clock with rank 0's, in ns."""
 
     at: int
     offset: int
@@ -62,19 +63,19 @@ class RecordedCall(NamedTuple):
 
 
 class RankTimeline:
-    """What a rank's file says.
+    """Contents of a rank's file.
 
     Attributes:
-        facts: about the process.
-        clocks: comparisons.
-        calls: of all ranks of a group, by group and key.
-        received: what came from other ranks: from whom, and the call.
-        spans: began, ended and name of the user's spans, in us.
-        totals: us of each kind of part.
-        number_of_calls: all of them; the next one the us that they took.
-        first, last: times in the file, in us.
-        damaged: lines that cannot be read.
-        left_out: stretches that are not in the file.
+        facts: facts about the process.
+        clocks: clock comparisons.
+        calls: calls of all ranks of a group, by group and key.
+        received: received messages: source rank, and the call.
+        spans: begin, end and name of the user's spans, in us.
+        totals: us by kind of part.
+        number_of_calls: number of all calls; the next field is their us.
+        first, last: first and last time in the file, in us.
+        damaged: number of unreadable lines.
+        left_out: number of spans missing in the file.
     """
 
     def __init__(self, path: Path) -> None:
@@ -91,9 +92,10 @@ class RankTimeline:
         self.damaged = self.left_out = 0
 
     def at(self, time: float) -> float:
-        """Return a time of this rank's clock as one of rank 0's; both in us."""
+        """Convert a time of this rank's clock to rank 0's; both in us."""
         first, last = self.clocks[0], self.clocks[-1]
         offset = float(first.offset)
+        # Between two comparisons, and beyond, clocks drift at a constant rate.
         if last.at > first.at:
             rate = (last.offset - first.offset) / (last.at - first.at)
             offset += rate * (1000 * time - first.at)
@@ -104,10 +106,12 @@ Ranks = Mapping[int, RankTimeline]
 
 
 def events(path: Path) -> Iterator[dict[str, Any] | None]:
-    """Yield what a file says, whether or not it has an end; None for a line that is damaged."""
+    """Yield the events of a file, complete or not; None for a damaged line."""
+    # A killed process may leave a cut character.
     with path.open(encoding="utf-8", errors="replace") as lines:
         for line in lines:
             text = line.strip().rstrip(",")
+            # Lines of the list itself.
             if text in ("", FIRST_LINE.strip(), LAST_LINE.strip(), "]"):
                 continue
             try:
@@ -121,18 +125,22 @@ def read(directory: Path) -> tuple[Ranks, list[str]]:
     """Read the ranks' files of the newest job in a directory.
 
     Returns:
-        What they say, by rank, and remarks.
+        their contents by rank, and remarks.
 
     Raises:
-        ValueError: there are none.
+        ValueError: the directory has no such files, or they contain no event.
     """
     found = [path for path in directory.glob("rank-*.json") if _NAME.fullmatch(path.name)]
+    # A file without facts or clock ended before its timeline had begun.
     ranks = {rank.facts["rank"]: rank for rank in map(_parse, found) if rank.clocks and rank.facts}
     if not ranks:
         raise ValueError(f"timeline: no files rank-N.json of a timeline in {directory}")
+    # By date: an earlier job in this directory may have had more ranks.
     newest = max(ranks.values(), key=lambda rank: str(rank.facts["date"])).facts
     older = sorted(number for number, r in ranks.items() if r.facts["job"] != newest["job"])
     ranks = {number: ranks[number] for number in sorted(set(ranks) - set(older))}
+    if not any(rank.first <= rank.last for rank in ranks.values()):
+        raise ValueError(f"timeline: no event in the files rank-N.json in {directory}")
     remarks = []
     if older:
         remarks.append(f"left out, as of another job: {_ranks(older)}")
@@ -147,6 +155,13 @@ def read(directory: Path) -> tuple[Ranks, list[str]]:
     return ranks, remarks
 
 
+def limits(ranks: Ranks) -> tuple[float, float]:
+    """Return the first and the last time of all ranks, on rank 0's clock in us."""
+    # A rank without events has no times.
+    timed = [rank for rank in ranks.values() if rank.first <= rank.last]
+    return min(rank.at(rank.first) for rank in timed), max(rank.at(rank.last) for rank in timed)
+
+
 class RecordedSpan(NamedTuple):
     """A call, a part of one, or a user's span; times in us."""
 
@@ -158,7 +173,7 @@ class RecordedSpan(NamedTuple):
 
 
 def spans_of(rank: RankTimeline) -> Iterator[RecordedSpan]:
-    """Yield what a rank's file says to have ended."""
+    """Yield the completed spans of a rank's file."""
     begun: dict[int, list[dict[str, Any]]] = defaultdict(list)
     for event in events(rank.path):
         if event is None or event.get("ph") not in ("B", "E", "X"):
@@ -171,9 +186,11 @@ def spans_of(rank: RankTimeline) -> Iterator[RecordedSpan]:
         if event["ph"] == "X":
             ended += event["dur"]
         elif begun[event["tid"]]:
+            # An end belongs to the innermost open span of its thread.
             whole = begun[event["tid"]].pop()
         else:
             continue
+        # A few names repeat in millions of spans.
         name = sys.intern(whole["name"])
         yield RecordedSpan(whole.get("cat", ""), name, whole["ts"], ended, event["args"])
 
@@ -186,7 +203,8 @@ def _parse(path: Path) -> RankTimeline:
         elif event.get("ph") == "M":
             _take_facts(rank, event)
         elif "ts" in event:
-            rank.first = min(rank.first, event["ts"])
+            # Also of calls under way at the end, which have only a begin.
+            rank.first, rank.last = min(rank.first, event["ts"]), max(rank.last, event["ts"])
     for one in spans_of(rank):
         _take(rank, one)
     return rank
@@ -217,34 +235,40 @@ def _take(rank: RankTimeline, one: RecordedSpan) -> None:
     if isinstance(args.get("from"), int):
         rank.received.append((args["from"], call))
     elif "dest" not in args and "source" not in args:
+        # Only calls of all ranks have a key in common.
         group, key = sys.intern(args["group"]), args["key"]
-        while (group, key) in rank.calls:  # of an earlier group of this name
+        while (group, key) in rank.calls:  # from an earlier group with this name
             key += "'"
         rank.calls[group, key] = call
 
 
 def _correct(ranks: Ranks) -> None:
-    """Correct clocks that were compared once, by the calls with the lowest rank of another node."""
+    """Correct clocks with a single comparison, by calls with the lowest rank of another node."""
     reference = next(iter(ranks.values()))
     wrong: dict[int, float] = defaultdict(float)  # of each node, in us
     late: dict[int, tuple[float, float]] = {}
     for rank in ranks.values():
+        # The clock of the reference needs no correction, and two comparisons are enough.
         if rank.facts["node"] == reference.facts["node"] or len(rank.clocks) > 1:
             continue
         both = [key for key, call in rank.calls.items() if call.name in _FOR_ALL]
         both = [key for key in both if key in reference.calls][-_LAST_CALLS:]
+        # The ranks of a node share its clock, so each of them narrows the limits.
         least, most = late.get(rank.facts["node"], (float("-inf"), float("inf")))
         for key in both:
             ours, theirs = rank.calls[key], reference.calls[key]
+            # Both ranks are inside at some moment, which limits the correction.
             least = max(least, reference.at(theirs.began) - rank.at(ours.ended))
             most = min(most, reference.at(theirs.ended) - rank.at(ours.began))
         late[rank.facts["node"]] = least, most
     for node, (least, most) in late.items():
+        # The smallest correction that makes all calls possible.
         wrong[node] = max(least, 0.0) + min(most, 0.0)
     for rank in ranks.values():
-        if us := wrong[rank.facts["node"]]:
+        if (us := wrong[rank.facts["node"]]) and rank.first <= rank.last:
             end = round(1000 * rank.last)
             offset, error = rank.clocks[0].offset + round(1000 * us), round(1000 * abs(us))
+            # A second reading at the end, because the error grew since the first one.
             rank.clocks.append(ClockReading(max(end, rank.clocks[0].at + 1), offset, error))
 
 

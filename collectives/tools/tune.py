@@ -1,7 +1,7 @@
 """`python -m collectives tune`: measures the links, validates the cost model, saves both.
 
-After the measurement every algorithm is timed at a few sizes and held against what the model says
-with the new numbers, since they are as good as the picks that follow from them.
+After the measurement every algorithm is timed at a few sizes and compared with the model's
+prediction from the new numbers, because the numbers are only as good as the picks based on them.
 """
 
 from __future__ import annotations
@@ -20,19 +20,20 @@ from collectives.algorithms import selection
 from collectives.algorithms.cost_model import RankLayout
 from collectives.communicator import Communicator
 from collectives.core import links, settings, tuning_file
+from collectives.core.errors import counted
 from collectives.launch import abort_hook, processes
 from collectives.tools import byte_sizes, info, measure
 
 __all__ = ["TunedRow", "check", "run", "summary"]
 
-# Seconds that the whole may take, roughly, and what part of them the links get.
+# Approximate seconds of the whole run, and the share for measuring links.
 SECONDS = 20.0
 _LINKS_SHARE = 0.4
 
-# Seconds that one wait may take, unless the user's own limit is shorter.
+# Most seconds of one wait; a shorter limit of the user takes precedence.
 _MOST_WAIT = 60.0
 
-# Median over first quartile from which on a machine counts as busy; a quiet one has 1.02 to 1.1.
+# Median over first quartile from which a machine counts as busy; a quiet one has 1.02 to 1.1.
 _NOISE = 1.25
 
 _SIZES = (1 << 10, 1 << 15, 1 << 18, 1 << 22)
@@ -46,37 +47,40 @@ class TunedRow(NamedTuple):
     algorithm: str
     predicted: float | None  # None for MPI's own
     measured: float
-    picked: bool  # by "auto", where ranks send messages
+    picked: bool  # by "auto", if ranks send messages
 
 
 def run(out: Path | None = None, seconds: float = SECONDS) -> int:
-    """Measure, check, print on rank 0 and keep the result; *collective* over the world.
+    """Measure, validate, print on rank 0 and save the result; *collective* over the world.
 
     Args:
-        out: the file to write; the one of this cluster if None.
-        seconds: how long it may take, roughly.
+        out: file to write; None for that of this cluster.
+        seconds: approximate duration.
 
     Returns:
-        The exit status, the same on all ranks.
+        exit status, the same on all ranks.
     """
     chosen = settings.from_environment()
     world = processes.start_mpi(chosen)
+    # Without `init`, so the hook is installed here.
     abort_hook.abort_on_exception(world)
-    # What an old file says does not matter here, and may be what is wrong.
+    # An existing file is ignored, because its numbers may be the problem.
     wait = min(chosen.timeout, _MOST_WAIT)
     comm = communicator.from_mpi(world, replace(chosen, tuned="off", timeout=wait))
+    # The path of rank 0, which alone writes.
     target = comm.broadcast_object(out or tuning_file.path(chosen))
     problem = comm.broadcast_object(_problem(comm, target))
     if problem is None:
         problem = _tune(comm, target, seconds)
     if problem is not None and comm.rank == 0:
         print(f"python -m collectives tune: {problem}", file=sys.stderr)
+    # No rank ends before rank 0 has printed.
     comm.barrier()
     return 0 if problem is None else 1
 
 
 def _problem(comm: Communicator, target: Path | None) -> str | None:
-    """Say what is in the way, before time is spent; a file of something else is not replaced."""
+    """Return a reason not to start, or None; a file of another kind is not replaced."""
     if comm.size == 1:
         return "there is one rank, so nothing to measure, expected mpirun -np 2 or more"
     if comm.rank == 0 and target is not None and target.exists():
@@ -88,9 +92,12 @@ def _problem(comm: Communicator, target: Path | None) -> str | None:
 
 
 def _tune(comm: Communicator, target: Path | None, seconds: float) -> str | None:
-    """Do it; returns what went wrong at the end, the same on all ranks."""
+    """Measure and save; return the error at the end, equal on all ranks, or None."""
     clock = measure.MeasuringClock(comm)
-    _say(comm, f"{comm.size} ranks, {comm.num_nodes} nodes; measuring for about {seconds:g} s")
+    _say(
+        comm,
+        f"{comm.size} ranks, {counted(comm.num_nodes, 'node')}; measuring for about {seconds:g} s",
+    )
     measured = measure.measure(clock, _LINKS_SHARE * seconds)
     changes = {name: link._asdict() for name, link in measured.items()}
     known = links.with_overrides(links.defaults(), changes, "measured")
@@ -101,6 +108,7 @@ def _tune(comm: Communicator, target: Path | None, seconds: float) -> str | None
         rows += group
         _say(comm, "\n".join(_line(row, group) for row in group))
     _say(comm, summary(rows))
+    # The median of all cases, because a single one may be noisy.
     noise = statistics.median(clock.noise)
     if noise > _NOISE:
         _say(
@@ -111,6 +119,7 @@ def _tune(comm: Communicator, target: Path | None, seconds: float) -> str | None
     problem = None
     if comm.rank == 0 and target is not None:
         try:
+            # Links that were not measured here keep their numbers.
             kept = tuning_file.read(target) if target.exists() else {}
             facts = {
                 "when": datetime.now(timezone.utc).isoformat(timespec="seconds"),
@@ -123,6 +132,7 @@ def _tune(comm: Communicator, target: Path | None, seconds: float) -> str | None
             print(f"kept in {target}", flush=True)
         except (OSError, ValueError) as error:
             problem = f"cannot keep it: {error}"
+    # The exit status must be equal on all ranks.
     return comm.broadcast_object(problem)
 
 
@@ -136,19 +146,20 @@ def check(
     """Time the algorithms of operations that have several; *collective*.
 
     Args:
-        clock: of the ranks.
-        machine: the links that the model goes by.
-        seconds: to spend on all of it.
+        clock: clock of the ranks.
+        machine: links for the model.
+        seconds: time budget.
         operations: keys of `selection.ALGORITHMS`.
-        sizes: bytes of the whole array, of an operation that has one.
+        sizes: bytes of the whole array, for operations with one.
 
     Yields:
-        The rows of one operation and size, the fastest first; the same on all ranks.
+        rows of one operation and size, fastest first, equal on all ranks.
     """
     comm = clock.comm
     layout = RankLayout(comm.size, comm.num_nodes, machine)
     groups = []
     for operation in operations:
+        # An operation with one algorithm needs no comparison.
         if len(selection.estimate(operation, 0, layout).keys() - {"node"}) > 1:
             own = sizes if operation != "barrier" else (0,)
             groups += [(operation, nbytes) for nbytes in own]
@@ -164,8 +175,9 @@ def check(
 
 
 def summary(rows: Sequence[TunedRow]) -> str:
-    """Say how good the picks and the predictions were."""
+    """Summarize the quality of picks and predictions."""
     fastest: dict[tuple[str, int], float] = {}
+    # The times of MPI's own algorithms are not predicted.
     ours = [row for row in rows if row.predicted is not None]
     for row in ours:
         key = row.operation, row.nbytes

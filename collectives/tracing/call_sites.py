@@ -1,7 +1,7 @@
 """Call sites: the user's line that made a call, outside of this package.
 
-Errors, the flight recorder and the watch name it. A thread of either package that carries out the
-calls of another thread names that thread's line.
+Errors, the flight recorder and the status board show it. A thread of either package that runs the
+calls of another thread shows that thread's line.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = [
 
 T = TypeVar("T", bound=Callable[..., Any])
 
-# Frames of these modules are ours; the first one outside is where the user called.
+# Modules of the packages; the first frame outside of them and of `_BETWEEN` is the user's call.
 _OURS = ("collectives.", "strategies.")
 
-# Libraries through which users call us, by hooks and callbacks.
-_BETWEEN = ("torch.", "jax.", "optax.")
+# Libraries whose hooks and callbacks call the packages on behalf of the user.
+_BETWEEN = ("torch.", "jax.", "optax.", "unisono_torch")
 
 
 class Site(NamedTuple):
-    """A place in a program, kept as it is found; the line is looked up when somebody asks."""
+    """A place in a program; the line number is computed on demand."""
 
     code: CodeType
     instruction: int
@@ -43,7 +43,7 @@ class Site(NamedTuple):
 
     @property
     def line(self) -> int:
-        """The number of the line, 0 where it is not known."""
+        """Line number, 0 if unknown."""
         for begin, end, line in self.code.co_lines():
             if begin <= self.instruction < end:
                 return line or 0
@@ -54,32 +54,35 @@ class Site(NamedTuple):
 
 
 class CallOrigin(NamedTuple):
-    """Where the innermost call into our packages comes from.
+    """Origin of the innermost call into the packages.
 
     Attributes:
-        site: the line of the program.
-        entry: what is called there, if that is a part of `strategies`: "CheckpointManager.save".
+        site: line of the program.
+        entry: called object, if it is a part of `strategies`: "CheckpointManager.save".
     """
 
     site: Site
     entry: str = ""
 
 
-# Returns the frame of the caller of the function that calls this. An operation passes it on: the
-# search for the user's line takes 50 ns from there, and 0.5 us from four frames further down. A
-# frame must not be kept, because it holds the arrays of the user's function.
+# Returns the frame of the caller of the calling function. Operations pass that frame on, because
+# the search for the user's line takes 50 ns from there, and 0.5 us from four frames further down.
+# Do not store a frame, because it keeps the arrays of the user's function alive.
 caller: Callable[[], FrameType] = functools.partial(sys._getframe, 1)
 
-# By the numbers of threads: an origin that stands for the calls which that one makes for another.
+# Thread id -> origin of the calls that the thread makes on behalf of another thread.
 attributed: dict[int, CallOrigin] = {}
 
 
 def current_origin() -> CallOrigin:
-    """Return the call site of the call that this thread is in."""
+    """Return the origin of this thread's current call."""
+    # A thread that works for another one: its frames show only the packages.
     if (known := attributed.get(get_ident())) is not None:
         return known
     frame = inner = caller()
+    # `torch`, JAX and Optax call the packages from hooks, and are not the user's line either.
     while frame.f_back is not None and _module(frame).startswith(_OURS + _BETWEEN):
+        # The innermost-called frame of the packages in this chain: the entry point.
         if _module(frame).startswith(_OURS):
             inner = frame
         frame = frame.f_back
@@ -87,7 +90,7 @@ def current_origin() -> CallOrigin:
 
 
 class _CallsFrom:
-    """A block in which the calls of a thread come from somewhere else."""
+    """Context manager that attributes the calls of a thread to another origin."""
 
     __slots__ = ("_before", "_origin")
 
@@ -96,6 +99,7 @@ class _CallsFrom:
         self._before: CallOrigin | None = None
 
     def __enter__(self) -> None:
+        # Nested: a thread may run a request inside of another one.
         self._before = attributed.get(get_ident())
         attributed[get_ident()] = self._origin
 
@@ -127,6 +131,7 @@ def known_as(name: str) -> Callable[[T], T]:
     """
 
     def note(called: T) -> T:
+        # A frame shows the code object of a function; a class is its own key.
         _names[getattr(called, "__code__", called)] = name
         return called
 
@@ -138,22 +143,24 @@ _names: dict[object, str] = {}
 
 
 def _entry(frame: FrameType) -> str:
-    """Name what users know of `strategies` by the frame of ours that they have called."""
+    """Return the public name in `strategies` of the entry frame; "" for other packages."""
     if not _module(frame).startswith("strategies."):
         return ""
     if (name := _names.get(frame.f_code)) is not None:
         return name
+    # Methods: the frame holds the object in its first argument, by convention `self`.
     function, owner = frame.f_code.co_name, frame.f_locals.get("self")
     if owner is None:
         return function
     name = _names.get(type(owner), type(owner).__name__)
+    # A private method is an implementation detail of the object.
     return name if function.startswith("_") else f"{name}.{function}"
 
 
 def other_thread_in(call: object) -> str | None:
-    """Return the name of another thread that is in a call; None if there is none.
+    """Return the name of another thread that is in a call; None without one.
 
-    Searches the variables of all frames, so that beginning a call costs nothing. A program may keep
+    Searches the variables of all frames, so that starting a call costs nothing. A program may keep
     a plan in a variable of its own, so only frames of this package count.
     """
     own, names = get_ident(), {thread.ident: thread.name for thread in threading.enumerate()}
@@ -161,6 +168,7 @@ def other_thread_in(call: object) -> str | None:
         frame: FrameType | None = None if ident == own else top
         while frame is not None:
             ours = _module(frame).startswith("collectives.")
+            # By identity, because calls and plans define no equality.
             if ours and any(local is call for local in frame.f_locals.values()):
                 return names.get(ident, f"thread {ident}")
             frame = frame.f_back
@@ -168,7 +176,7 @@ def other_thread_in(call: object) -> str | None:
 
 
 def call_site(frame: FrameType) -> tuple[CodeType, int]:
-    """Return code and instruction of this thread's call; the search begins at a frame."""
+    """Return code and instruction of this thread's call, searched from a frame outwards."""
     if (known := attributed.get(get_ident())) is not None:
         return known.site
     frame = user_frame(frame)
@@ -176,7 +184,7 @@ def call_site(frame: FrameType) -> tuple[CodeType, int]:
 
 
 def user_frame(frame: FrameType) -> FrameType:
-    """Return the first frame outside of our packages, from this one on."""
-    while _module(frame).startswith(_OURS) and frame.f_back is not None:
+    """Return the first frame of the program, searched from `frame` outwards."""
+    while _module(frame).startswith(_OURS + _BETWEEN) and frame.f_back is not None:
         frame = frame.f_back
     return frame

@@ -1,9 +1,9 @@
 """Last operation of the other ranks of a node, for timeouts that name the missing rank.
 
-A rank that does not come is busy elsewhere and answers no question. So each rank leaves a note in
-memory that the node shares whenever it enters or leaves an operation: which, in which line of the
-program, when (`collectives.node.control_block.STATUS_ENTRY`). A rank that has waited too long reads
-the notes of those it waits for. Their times are of one clock for all processes of a node.
+A missing rank is busy elsewhere and cannot answer. So each rank writes a note to node-shared memory
+when it enters or leaves an operation: operation, line of the program, and time
+(`collectives.node.control_block.STATUS_ENTRY`). A rank that has waited too long reads the notes of
+the ranks that it waits for. All processes of a node use one clock.
 
 Cost: about 0.3 us per operation, 128 bytes per rank.
 """
@@ -25,16 +25,17 @@ __all__ = ["StatusBoard"]
 
 _TEXT_BYTES = STATUS_ENTRY["text"].itemsize
 
-# How many texts are kept; a notebook makes new lines of code as long as it is used.
+# Most cached texts; a notebook creates new lines of code without end.
 _TEXTS = 1024
 
 
 class StatusBoard:
-    """The notes of the ranks of one group on one node.
+    """Notes of the ranks of one group on one node.
 
     Args:
-        entries: shape (size,), dtype `STATUS_ENTRY`, zeros at first, shared by all ranks.
-        names: by which warnings name them.
+        entries: shape (size,), dtype `STATUS_ENTRY`, initially zero, shared by all ranks.
+        rank: number of this rank on the node.
+        names: names of the ranks in warnings.
     """
 
     def __init__(self, entries: Array, rank: int, names: Sequence[str]) -> None:
@@ -48,23 +49,24 @@ class StatusBoard:
         self._time: Any = own["time"].data
         self._compiles: Any = own["compiles"].data
         self._text = own["text"]
-        # What the text in the own note says, and all texts by operation and line.
+        # Operation and line of the text in the own note, and a cache of all texts.
         self.operation = ""
         self.caller: tuple[CodeType, int] | None = None
         self._texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
         compile_time.keep_noted(self)
 
     def enter(self, record: Record) -> None:
-        """Note that this rank enters an operation."""
+        """Record that this rank enters an operation."""
         if record.caller is not self.caller or record.operation != self.operation:
             self.write_text(record)
+        # After the text: a reader that sees the new number finds the operation that belongs to it.
         self._number[0] = record.number
         self._time[0] = record.began
 
     def write_text(self, record: Record) -> None:
-        """Note which operation this rank enters, and where."""
+        """Write operation and call site to the own note."""
         code, instruction = record.caller
-        # By the identity of the code, which is kept alive here: its hash would take 1 us.
+        # Key by identity, because hashing a code object takes 1 us; the cache keeps the code alive.
         key = (record.operation, id(code), instruction)
         if key not in self._texts:
             if len(self._texts) >= _TEXTS:
@@ -77,23 +79,26 @@ class StatusBoard:
         self.operation, self.caller = record.operation, record.caller
 
     def leave(self, record: Record) -> None:
-        """Note that this rank has left the operation."""
+        """Record that this rank has left an operation."""
+        # Negative after the end; the text stays, so that errors name the last call.
         self._number[0] = -record.number
         self._time[0] = record.ended or 0.0
 
     def note_preparation(self, since: float) -> None:
-        """Note when this rank began to compile; 0.0 once it has compiled."""
+        """Record the time at which this rank began to compile; 0.0 once it has compiled."""
         self._compiles[0] = since
 
     def missing(self) -> str:
-        """Say which ranks have not entered this rank's current operation, and what they last did.
+        """Describe the ranks that have not entered this rank's current operation.
 
         Example: "rank 3 left barrier #11 at train.py:80 61 s ago". Also names ranks that compile
         inside the operation. Empty if all ranks have entered it and no other rank compiles.
         """
+        # The number that this rank is in, or has left.
         current = abs(self._note(self._rank).number)
         notes = [(rank, self._note(rank)) for rank in range(self._size)]
         late = [
+            # Behind this rank, or in the same call and compiling.
             (rank, note)
             for rank, note in notes
             if abs(note.number) < current
@@ -102,15 +107,16 @@ class StatusBoard:
         return some([_describe(self._names[rank], note) for rank, note in late])
 
     def last(self, rank: int) -> str:
-        """Say what a rank did last: "after allreduce #2 at train.py:5"."""
+        """Describe the last operation of a rank: "after allreduce #2 at train.py:5"."""
         note = self._note(rank)
         if note.number == 0:
             return "before its first call"
         return f"{'in' if note.number > 0 else 'after'} {note}"
 
     def _note(self, rank: int) -> _Entry:
-        # The other rank may be writing. Its note is short, so what is read is old, new, or, at
-        # worst, the name of one operation with the number of the next.
+        # The other rank may be writing. A note is short, so the result is old, new or, at worst,
+        # the name of one operation with the number of the next.
+        # `item` copies the entry at once.
         number, since, compiles, length, text = self._entries[rank].item()
         return _Entry(number, since, compiles, text[:length].decode(errors="replace"))
 
@@ -131,6 +137,7 @@ def _describe(name: str, note: _Entry) -> str:
         return f"{name} has compiled loops for {time.monotonic() - note.compiles:.0f} s"
     if note.number == 0:
         return f"{name} has called nothing yet"
+    # The clocks of one node agree, but the other rank may write between both reads.
     ago = max(0.0, time.monotonic() - note.since)
     if note.number < 0:
         return f"{name} left {note} {ago:.0f} s ago"

@@ -1,13 +1,13 @@
 """Flight recorder: the last operations of each communicator, written to a file on failure.
 
 Every communicator keeps its last operations in memory: number, operation, op, dtype, shape, root,
-when it began and ended, how, and the line of the program that called it. Each rank writes them as
-JSON, together with the stacks of all its threads, when an operation has timed out or a rank has
-died, and on SIGUSR2 (`kill -USR2`, `scancel --signal=USR2`): compare the ranks' files, and the one
-whose numbers stay behind is the one that the others wait for.
+start and end, outcome, and the calling line of the program. Each rank writes them as JSON, with the
+stacks of all its threads, after a timeout, after the death of a rank, and on SIGUSR2
+(`kill -USR2`, `scancel --signal=USR2`). Compare the ranks' files: the rank with the lowest last
+number delays the other ranks.
 
-Cost: about 0.5 us per operation, 256 records per communicator, made once and written over; they
-refer to no array.
+Cost: about 0.5 us per operation; 256 records per communicator, allocated once and reused, without
+references to arrays.
 """
 
 from __future__ import annotations
@@ -30,6 +30,7 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+from collectives.core.process_hooks import in_child
 from collectives.node.control_block import CallTimes
 from collectives.tracing.call_sites import Site, attributed, caller, user_frame
 
@@ -47,10 +48,10 @@ log = logging.getLogger(__name__)
 
 CAPACITY = 256
 
-# A name is found faster than a module and its attribute.
+# A global name is faster than an attribute of a module.
 _now = time.monotonic
 
-# Wall-clock time of the zero of the monotonic clock, so that records need one clock only.
+# Wall-clock time at the zero of the monotonic clock, so that records need one clock only.
 _EPOCH = time.time() - time.monotonic()
 
 
@@ -58,7 +59,9 @@ NO_FIELDS: Mapping[str, object] = {}
 
 
 class Record:
-    """One operation; times are seconds of the monotonic clock, `caller` is a `Site` unnamed.
+    """One operation; times are seconds of the monotonic clock.
+
+    `caller` has the values of a `Site`.
 
     Args:
         times: a `CallTimes`, which compiled code may write (`collectives.node.synchronization`).
@@ -78,33 +81,35 @@ class Record:
 
     @property
     def site(self) -> Site:
-        """Where the operation was called."""
+        """Call site of the operation."""
         return Site(*self.caller)
 
     @property
     def began(self) -> float:
-        """When it began."""
+        """Start time."""
         began: float = self._times.began
         return began
 
     @property
     def ended(self) -> float | None:
-        """When it ended; None if it has not."""
+        """End time; None while the operation runs."""
         return self._times.ended or None
 
     @property
     def state(self) -> str:
-        """How it stands: "running", "done", or how it failed."""
+        """State: "running", "done", or the text of the failure."""
         return self.failure or ("done" if self._times.ended else "running")
 
     def begin(self) -> None:
-        """Note when the operation begins."""
+        """Record the start time."""
+        # `ended` first: a reader must not see an old end with a new start.
         times = self._times
         times.ended = 0.0
         times.began = _now()
 
     def end(self, error: BaseException | None = None) -> None:
-        """Note that the operation is over, and how it failed if it did."""
+        """Record the end time and, if any, the failure."""
+        # As text, because an exception would keep the frames and arrays of the program alive.
         if error is not None:
             self.failure = f"{type(error).__name__}: {error}"
         self._times.ended = _now()
@@ -113,7 +118,7 @@ class Record:
         return f"{self.operation} #{self.number} at {self.site}"
 
     def facts(self) -> dict[str, Any]:
-        """Return everything as values that JSON knows."""
+        """Return the record as JSON values."""
         ended = self.ended
         return {
             "number": self.number,
@@ -129,12 +134,12 @@ class Record:
 
 
 class Recorder:
-    """The last operations of one communicator.
+    """Last operations of one communicator.
 
     Args:
-        name: what the communicator is called in the file.
-        rank: this rank in the communicator.
-        size: number of its ranks.
+        name: name of the communicator in the file.
+        rank: number of this rank in the communicator.
+        size: number of ranks of the communicator.
     """
 
     def __init__(self, name: str, rank: int, size: int) -> None:
@@ -143,15 +148,16 @@ class Recorder:
         self.size = size
         self._ring = [Record(CallTimes()) for _ in range(CAPACITY)]
         self._begun = 0
-        # The module that called last, since most calls are in few lines of one module. Its name,
-        # because its globals would keep requests alive past the end of the program.
+        # Module of the last call, because most calls are on a few lines of one module. Stored by
+        # name, because its globals would keep requests alive past the end of the program.
         self._program: str | None = None
         self._caller = type(self).begin.__code__, 0
         _recorders.add(self)
 
     @property
     def records(self) -> list[Record]:
-        """The records of the last operations, the oldest first."""
+        """Records of the last operations, oldest first."""
+        # The ring holds the last `CAPACITY` records, in the order of their numbers.
         oldest = max(0, self._begun - CAPACITY)
         return [self._ring[i % CAPACITY] for i in range(oldest, self._begun)]
 
@@ -162,7 +168,7 @@ class Recorder:
         fields: Mapping[str, object] = NO_FIELDS,
         frame: FrameType | None = None,
     ) -> Record:
-        """Note that an operation begins; arguments as `take`, by default the caller's frame."""
+        """Record the start of an operation; arguments as `take`, by default the caller's frame."""
         record = self.take(number, operation, fields, frame or caller())
         record.begin()
         return record
@@ -170,15 +176,17 @@ class Recorder:
     def take(
         self, number: int, operation: str, fields: Mapping[str, object], frame: FrameType
     ) -> Record:
-        """Note all but the time of an operation that is about to begin.
+        """Record an operation that is about to start, without its time.
 
         Args:
-            fields: what else is known; the caller may fill in `fields` of the record later.
-            frame: where the search for the user's line begins: the user's own frame, or one of our
-                packages above which it is found.
+            number: number of the call in the communicator.
+            operation: name of the operation.
+            fields: further facts; the caller may replace `fields` of the record later.
+            frame: start of the search for the user's line: the user's frame, or a frame of the
+                packages below it.
 
         Returns:
-            The record, which is the operation's until `CAPACITY` others have begun.
+            The record, valid until `CAPACITY` further operations have started.
         """
         begun = self._begun
         record = self._ring[begun % CAPACITY]
@@ -186,25 +194,28 @@ class Recorder:
         record.failure = None
         record.number = number
         record.operation = operation
+        # Replaced, never changed, because plans share one dictionary.
         record.fields = fields
         if attributed and (origin := attributed.get(_thread.get_ident())) is not None:
             record.caller = origin.site
             return record
+        # Loops call from the same line, so the last call site usually fits.
         code, last = frame.f_code, self._caller
+        # By identity of the code object, because comparing code objects takes longer.
         if code is not last[0] or frame.f_lasti != last[1]:
             last = self._caller = self._find_site(frame)
         record.caller = last
         return record
 
     def _find_site(self, frame: FrameType) -> tuple[CodeType, int]:
-        """Return code and instruction of the first frame of the user, from this frame outwards."""
-        if frame.f_globals.get("__name__") != self._program:  # nearly always the same module
+        """Return code and instruction of the first user frame, from this frame outwards."""
+        if frame.f_globals.get("__name__") != self._program:  # rarely: calls share a module
             frame = user_frame(frame)
             self._program = frame.f_globals.get("__name__")
         return frame.f_code, frame.f_lasti
 
     def facts(self) -> dict[str, Any]:
-        """Return everything as values that JSON knows."""
+        """Return the communicator and its records as JSON values."""
         operations = [record.facts() for record in self.records]
         return {"name": self.name, "rank": self.rank, "size": self.size, "operations": operations}
 
@@ -213,7 +224,8 @@ _recorders: weakref.WeakSet[Recorder] = weakref.WeakSet()
 
 
 def last_call() -> str:
-    """Say what this process did last: "after allreduce #2 at train.py:5"."""
+    """Describe the last operation of this process: "after allreduce #2 at train.py:5"."""
+    # The ring of a communicator without calls is empty.
     newest = [recorder.records[-1] for recorder in list(_recorders) if recorder.records]
     if not newest:
         return "before its first call"
@@ -231,58 +243,62 @@ _process: _Process | None = None
 
 
 def install(rank: int, size: int, directory: str | None = None) -> None:
-    """From now on, write files: on `write`, and on SIGUSR2.
+    """Enable flight records: on `write`, and on SIGUSR2.
 
-    The signal is left alone outside the main thread, and where the program has a handler already.
+    The signal handler is installed only in the main thread, and if the program has no handler.
 
     Args:
-        rank: number of this process in the world; part of the file's name.
+        rank: number of this process in the world; part of the file name.
         size: number of processes.
-        directory: where the files go; `default_directory()` if None. It is made when the first file
-            is written, and a relative path counts from today's working directory.
+        directory: directory of the files; None uses `default_directory()`. It is created with the
+            first file. A relative path is resolved now.
     """
     global _process
     place = Path(default_directory(os.environ, size) if directory is None else directory)
     _process = _Process(rank, size, place.absolute())
+    # `signal.signal` works in the main thread only.
     if threading.current_thread() is not threading.main_thread():
         return
+    # A handler of the program stays.
     if signal.getsignal(signal.SIGUSR2) is signal.SIG_DFL:
         signal.signal(signal.SIGUSR2, _on_signal)
 
 
 def _leave_to_parent() -> None:
-    """Write no file in a forked child, and restore the default action of SIGUSR2 there."""
+    """Write no file in a forked child, and restore the default action of SIGUSR2."""
     global _process
     _process = None
     if signal.getsignal(signal.SIGUSR2) is _on_signal:
         signal.signal(signal.SIGUSR2, signal.SIG_DFL)
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+in_child(_leave_to_parent)
 
 
 def default_directory(environ: Mapping[str, str], size: int) -> str:
-    """Return a name that all ranks of a job share and no other job has.
+    """Return a directory name that all ranks of a job share and no other job has.
 
     Args:
-        environ: the environment; the launcher's number of the job is in it, if there is one.
-        size: number of processes; without a launcher's number they share their parent's.
+        environ: the environment, with the launcher's job number if there is a launcher.
+        size: number of processes; without a job number, they share the number of their parent.
     """
+    # Numbers of batch systems and of PMIx, one for all ranks of a job.
     for name in ("SLURM_JOB_ID", "PBS_JOBID", "LSB_JOBID", "PMIX_NAMESPACE"):
         if environ.get(name):
             return "unisono-recorder-" + re.sub(r"[^A-Za-z0-9.]+", "-", environ[name])
+    # Ranks of one launcher without a number have the same parent.
     return f"unisono-recorder-{os.getppid() if size > 1 else os.getpid()}"
 
 
 def write(reason: str) -> Path | None:
-    """Write what all communicators of this process did last, over what was written before.
+    """Write the last operations of all communicators of this process, over an earlier file.
 
     Args:
-        reason: why, in the file and in the log.
+        reason: cause of the record, for the file and the log.
 
     Returns:
-        The file; None where `install` was not called, or the file could not be written, which is
-        logged: the failure that led here must not be hidden by a second one.
+        The file; None if `install` was not called or the file could not be written. That error is
+        only logged, because it must not hide the failure that led here.
     """
     process = _process
     if process is None:
@@ -290,11 +306,12 @@ def write(reason: str) -> Path | None:
     path = process.directory / f"rank-{process.rank}.json"
     try:
         process.directory.mkdir(parents=True, exist_ok=True)
-        # Complete or not there: the process may be about to be killed.
+        # Write and rename, because the process may be killed at any time.
         beside = path.with_suffix(f".{threading.get_ident()}.tmp")
         beside.write_text(json.dumps(_everything(process, reason), indent=1))
         beside.replace(path)
     except Exception as error:
+        # Any error: the record must never hide the failure that it describes.
         log.warning("[%d/%d] no flight record: %s", process.rank, process.size, error)
         return None
     log.warning("[%d/%d] flight record after %s: %s", process.rank, process.size, reason, path)
@@ -302,8 +319,8 @@ def write(reason: str) -> Path | None:
 
 
 def _on_signal(number: int, frame: object) -> None:
-    # A thread of its own: the signal may have come while the main thread held a lock, such as that
-    # of a log handler. `threading` has locks of its own, so the thread is started without it.
+    # In another thread, because the signal may interrupt the main thread while it holds a lock,
+    # such as the lock of a log handler. Not by `threading`, which has locks of its own.
     _thread.start_new_thread(write, (signal.Signals(number).name,))
 
 
@@ -318,9 +335,12 @@ def _everything(process: _Process, reason: str) -> dict[str, Any]:
         "reason": reason,
         "written": _clock(time.monotonic()),
         "communicators": [recorder.facts() for recorder in list(_recorders)],
+        # A copy of the stacks at this moment, without stopping the threads.
         "threads": {
             f"{names.get(ident, 'thread')} ({ident})": traceback.format_stack(frame)
             for ident, frame in sys._current_frames().items()
+            # The writing thread shows only this function, unless it is the main thread, whose stack
+            # matters.
             if ident != own or ident == threading.main_thread().ident
         },
     }
@@ -329,11 +349,13 @@ def _everything(process: _Process, reason: str) -> dict[str, Any]:
 def _clock(monotonic: float) -> str:
     """Format a time as UTC with microseconds."""
     seconds = _EPOCH + monotonic
+    # `strftime` does not format microseconds.
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
     return f"{whole}.{int(seconds % 1 * 1e6):06d}Z"
 
 
 def _plain(value: object) -> object:
+    # Floats and other objects as text: JSON has no infinity, and values are shown, not parsed.
     if value is None or isinstance(value, (bool, int, str)):
         return value
     return [_plain(one) for one in value] if isinstance(value, tuple) else str(value)

@@ -8,21 +8,20 @@
     {"ph":"B","pid":3,"tid":0,"cat":"call","name":"barrier","ts":97.1,"args":{...}},
     {}]
 
-One event per line; times are those of the monotonic clock, in us; what a stretch is (cat): a call,
-a part of one, or a span of the user's. The end may be missing, as after `kill -9`: readers of this
-format do not need it. What has gone on for a while is begun in the file (B) before it ends (E), so
-that such a file shows what the process was doing.
+One event per line. Times are microseconds of the monotonic clock. The category (cat) of a span is a
+call, a part of a call, or a span of the user. The end of the file may be missing, for example after
+`kill -9`; readers of this format accept that. A span that takes long is written as begin (B) and
+end (E), so that such a file shows the last activity of the process.
 
-Lines are made after every 64 stretches by the thread that they are about, and written by another
-one every quarter of a second. So ranks that make the same calls make their lines at the same call:
-if the other thread made them, it would take the interpreter from each rank at another time, and the
-others would wait for all of them. It only makes those of threads that make few.
+The thread of the spans formats their lines after every 64 spans; another thread writes them every
+quarter of a second. So ranks with equal calls format lines at the same call. If the other thread
+formatted them, it would take the interpreter from each rank at a different time, and all ranks
+would wait each time. It formats lines only for threads with few spans.
 
-Cost: 8 us for a call in a row of calls, of which making its line is the greater part; where a
-program computes in between, each call finds the caches cold, and to make lines in a row is three
-times as fast as to make each at its call. 100 to 500 bytes of the file. At most 8 MiB of memory:
-where a file system is so slow that more would wait, lines are left out, and counted. A full disk
-ends the file.
+Cost: 8 us per call in a sequence of calls, mostly for formatting. Between computations the caches
+are cold, so formatting in batches is three times as fast as formatting in each call. 100 to 500
+bytes per call in the file. At most 8 MiB of memory: if the file system is too slow, lines are
+dropped and counted. A full disk ends the file.
 """
 
 from __future__ import annotations
@@ -31,12 +30,14 @@ import contextlib
 import functools
 import json
 import logging
-import os
 import threading
 import time
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
 from typing import Any
+
+from collectives.core.background_threads import BackgroundThread
+from collectives.core.process_hooks import ExitStage, at_exit, in_child
 
 __all__ = [
     "FIRST_LINE", "LAST_LINE", "Span", "Timeline", "Track", "start", "stop", "timeline_span",
@@ -46,34 +47,36 @@ log = logging.getLogger(__name__)
 
 FIRST_LINE, LAST_LINE = "[\n", "{}]\n"
 
-# Seconds between two writes, and after which lines are made for them. What a process that is killed
-# did in its last half of a second is lost.
+# Seconds between two writes; also the age of spans that are then formatted. A killed process loses
+# its last half second.
 _EVERY = 0.25
 
-# How many stretches become lines at once.
+# Number of spans that are formatted at once.
 _BATCH = 64
 
-# Bytes that may wait to be written, and from which on they are written at once.
+# Most bytes in the buffer, and the number of bytes that triggers a write.
 _MOST_BYTES, _MANY_BYTES = 8 << 20, 1 << 18
 
-# Nanoseconds after which something that has not ended is begun in the file.
+# Age in nanoseconds of an open span that is written as a begin event.
 _LONG = 250_000_000
 
 
-# The same few names come again and again.
+# The same few names repeat.
+# JSON strings of names, cached because formatting is the cost of a timeline.
 _quoted = functools.lru_cache(1024)(json.dumps)
 
 
 class Span:
-    """Something that a thread has begun, and ended or not.
+    """An activity of a thread, open or ended.
 
     Attributes:
-        subject: what it is; in words, where it takes long.
-        kind: of the stretch; the next one its name.
-        began, ended: in ns of the monotonic clock; the second one is 0 before it has.
-        is_told: whether its begin is in the file.
-        describe: returns what else is known, as JSON, and lines about its parts.
-        parts, algorithm, facts: what `describe` takes note of until it is called.
+        subject: the object that the span describes; its text is shown if the span takes long.
+        kind: category of the span.
+        name: name of the span.
+        began, ended: ns of the monotonic clock; `ended` is 0 while the span is open.
+        is_told: whether its begin event is in the file.
+        describe: returns further facts as JSON, and lines about its parts.
+        parts, algorithm, facts: data for `describe`.
     """
 
     __slots__ = (
@@ -91,6 +94,7 @@ class Span:
         self.describe = describe
         self.ended = 0
         self.is_told = False
+        # Parts of a call as tuples, because objects would take longer to create.
         self.parts: list[tuple[int, int, int, int]] = []
         self.algorithm = ""
         self.facts: tuple[Any, ...] = ()
@@ -104,11 +108,11 @@ def _say_nothing(track: Track, what: Span) -> tuple[str, str]:
 
 
 class Track:
-    """What one thread does: stretches of time, one inside of the other.
+    """Spans of one thread, nested in each other.
 
     Args:
-        timeline: that it is a part of.
-        number: of the track in its process.
+        timeline: timeline of the track.
+        number: number of the track in its process.
     """
 
     def __init__(self, timeline: Timeline, number: int) -> None:
@@ -121,30 +125,35 @@ class Track:
     def begin(
         self, subject: object, kind: str, name: str, began: int, describe: Describe = _say_nothing
     ) -> Span:
-        """Begin something; arguments as of `Span`."""
+        """Start a span; arguments as of `Span`."""
         opened = Span(subject, kind, name, began, describe)
+        # Not under the lock: only this thread changes the list, and `list` copies it in one step.
         self.open.append(opened)
         return opened
 
     def add_span(self, subject: object) -> Span | None:
-        """Return what was begun last for a subject; None if nothing was."""
+        """Return the innermost open span of a subject; None without one."""
+        # From the innermost, because a nested call is on top.
         for opened in reversed(self.open):
             if opened.subject is subject:
                 return opened
         return None
 
     def end(self, what: Span, ended: int) -> None:
-        """End something, begun here or never, at so many ns of the monotonic clock."""
+        """End a span, whether or not it was started here, at `ended` ns of the monotonic clock."""
         what.ended = ended
+        # Also guards `is_told`, which the flushing thread sets for open spans.
         with self._timeline.lock:
             if what in self.open:
                 self.open.remove(what)
             self._ended.append(what)
+            # Formatted by the thread of the spans, see the module.
             if len(self._ended) >= _BATCH:
                 self._timeline.add(self.lines())
 
     def lines(self, before: int | None = None) -> str:
-        """Return lines about what has ended, perhaps before a time only; with the lock held."""
+        """Format the ended spans, optionally only spans before a time; requires the lock."""
+        # Ended spans are in the order of their ends.
         if not self._ended or (before is not None and self._ended[0].ended > before):
             return ""
         ended, self._ended = self._ended, []
@@ -152,20 +161,22 @@ class Track:
 
     def _line(self, what: Span) -> str:
         args, inside = what.describe(self, what)
+        # The begin event is in the file, so only the end is missing.
         if what.is_told:
             return f'{{"ph":"E",{self._ids},"ts":{what.ended / 1000:.3f},"args":{args}}},\n{inside}'
         return self.line(what.kind, _quoted(what.name), what.began, what.ended, args) + inside
 
     def line(self, kind: str, name: str, began: int, ended: int, args: str) -> str:
-        """Return the text of a stretch; name and arguments as JSON, times in ns."""
+        """Return the text of a span; name and arguments as JSON, times in ns."""
         return (
             f'{{"ph":"X",{self._ids},"cat":"{kind}","name":{name},"ts":{began / 1000:.3f},'
             f'"dur":{(ended - began) / 1000:.3f},"args":{args}}},\n'
         )
 
     def emit_long_spans(self, now: int) -> str:
-        """Return the text by which begins what has gone on for a while; with the lock held."""
+        """Return begin events for spans that have been open for long; requires the lock."""
         text = ""
+        # A copy, because the thread of the spans may append.
         for opened in list(self.open):
             if not opened.is_told and now - opened.began > _LONG:
                 opened.is_told = True
@@ -179,39 +190,42 @@ class Track:
 
 
 class Timeline:
-    """A file, and what threads of this process write into it.
+    """Trace file of this process.
 
     Args:
-        path: of the file, which is written over.
-        rank: of this process in the world.
+        path: path of the file, which is overwritten.
+        rank: number of this process in the world.
 
     Attributes:
-        lock: of what is begun and of what waits to be written.
+        lock: guards open spans and buffered text.
 
     Raises:
-        OSError: it cannot be written.
+        OSError: the file cannot be written.
     """
 
     def __init__(self, path: Path, rank: int) -> None:
         self.path = path
         self.rank = rank
         self.lock = threading.Lock()
+        # Unbuffered: each write reaches the file, so a killed process leaves complete lines.
         self._file = path.open("wb", buffering=0)
+        # Readers accept a file without the closing bracket.
         self._text = [FIRST_LINE]
         self._nbytes = 0
         self._left_out = 0
         self._is_closed = False
         self._tracks: list[Track] = []
+        # Each thread finds its track without a lock.
         self._own = threading.local()
+        # Apart from `lock`, so that traced threads never wait for the disk.
         self._writing = threading.Lock()
-        self._wake = threading.Event()
         self.instant("process_name", {"name": f"rank {rank}"})
         self.instant("process_sort_index", {"sort_index": rank})
-        self._thread = threading.Thread(target=self._work, name="unisono-timeline", daemon=True)
+        self._thread = _FlushThread(self)
         self._thread.start()
 
     def instant(self, name: str, args: Mapping[str, object]) -> None:
-        """Write what is no stretch: facts about the process."""
+        """Write a metadata event: facts about the process."""
         event = {"ph": "M", "pid": self.rank, "name": name, "args": args}
         with self.lock:
             self.add(json.dumps(event, separators=(",", ":")) + ",\n")
@@ -219,6 +233,7 @@ class Timeline:
     def track(self) -> Track:
         """Return the track of this thread."""
         try:
+            # No lock in the common case.
             return self._own.track  # type: ignore[no-any-return]
         except AttributeError:
             pass
@@ -232,23 +247,25 @@ class Timeline:
         return made
 
     def add(self, text: str) -> None:
-        """Let lines be written soon; with the lock held."""
+        """Buffer lines for the next write; requires the lock."""
         if self._is_closed:
             return
+        # Counted instead of kept, because memory must stay bounded with a slow disk.
         if self._nbytes > _MOST_BYTES:
             self._left_out += text.count("\n")
             return
         self._text.append(text)
         self._nbytes += len(text)
         if self._nbytes > _MANY_BYTES:
-            self._wake.set()
+            self._thread.flush_soon()
 
     def flush(self, before: int | None = None) -> None:
-        """Write what waits, also what goes on; what goes wrong is logged, and ends the file.
+        """Write all buffered lines and long open spans; an error is logged, and ends the file.
 
         Args:
-            before: lines are made of what has ended before a time in ns, of all if None.
+            before: time in ns; only spans that ended before it are formatted. None formats all.
         """
+        # One flush at a time, because lines keep their order in the file.
         with self._writing:
             with self.lock:
                 if self._is_closed:
@@ -262,54 +279,88 @@ class Timeline:
                     text.append(
                         f'{{"ph":"M","pid":{self.rank},"name":"left_out","args":{args}}},\n'
                     )
+                # Taken under the lock, written without it.
                 self._text, self._nbytes, self._left_out = [], 0, 0
+            # Without `lock`, so that a slow disk does not stop the traced threads.
             self._write("".join(text))
 
     def _write(self, text: str) -> None:
         data = memoryview(text.encode())
         try:
+            # An unbuffered file may write fewer bytes than requested.
             while data:
                 data = data[self._file.write(data) :]
         except OSError as error:
+            # A full disk must not end the training.
             log.warning("[rank %d] the timeline ends here: %s: %s", self.rank, self.path, error)
             self.abandon()
 
-    def _work(self) -> None:
-        while not self._is_closed:
-            self._wake.wait(_EVERY)
-            self._wake.clear()
-            self.flush(time.monotonic_ns() - round(1e9 * _EVERY))
-
     def abandon(self) -> None:
-        """Write no more, nothing of what waits either."""
+        """Stop writing, and drop buffered lines."""
         self._is_closed = True
 
     def close(self) -> None:
         """Write the rest and end the file; closing twice is harmless."""
+        # First the rest, which is still accepted.
         self.flush()
         with self._writing:
+            # The last line closes the list of events.
             if not self._is_closed:
                 self._write(LAST_LINE)
             self._is_closed = True
-        self._wake.set()
+        # Without waiting: the thread ends at its next turn, and finds the file closed.
+        self._thread.stop(0)
         self._file.close()
+
+    @property
+    def is_closed(self) -> bool:
+        """Whether nothing more is written."""
+        return self._is_closed
+
+
+class _FlushThread(BackgroundThread):
+    """Flushes a timeline every `_EVERY` seconds, or sooner if much is buffered."""
+
+    def __init__(self, timeline: Timeline) -> None:
+        super().__init__("timeline")
+        self._timeline = timeline
+        self._flush_now = threading.Event()
+
+    def flush_soon(self) -> None:
+        """Flush without waiting for the end of the interval."""
+        self._flush_now.set()
+
+    # Stopping ends the wait.
+    _wake = flush_soon
+
+    def stop_at_exit(self, timeout: float) -> None:
+        """Continue: `timeline.stop` completes the file after all threads have stopped."""
+
+    def _run(self) -> None:
+        while not self._stopping and not self._timeline.is_closed:
+            self._flush_now.wait(_EVERY)
+            self._flush_now.clear()
+            # Only spans that ended an interval ago: threads with many spans format their own.
+            self._timeline.flush(time.monotonic_ns() - round(1e9 * _EVERY))
 
 
 running: Timeline | None = None
-"""That of this process, where there is one."""
+"""Timeline of this process, or None."""
 
 
 def start(path: Path, rank: int) -> Timeline:
-    """Begin the timeline of this process; arguments and errors as of `Timeline`."""
+    """Start the timeline of this process; arguments and errors as of `Timeline`."""
     global running
+    # Callers check `running` first, with an error for the user.
     assert running is None
     running = Timeline(path, rank)
     return running
 
 
 def stop() -> None:
-    """End it; harmless where there is none."""
+    """Stop the timeline of this process; harmless without one."""
     global running
+    # `running` first, so that no call begins a span in a file that closes.
     ended, running = running, None
     if ended is not None:
         ended.close()
@@ -317,15 +368,15 @@ def stop() -> None:
 
 @contextlib.contextmanager
 def timeline_span(name: str) -> Iterator[None]:
-    """Show in the timeline what this thread does in a block, or in a function that it decorates.
+    """Show a block, or calls of a decorated function, as a span of this thread in the timeline.
 
-    Costs 1.5 us, half of that where there is no timeline (`start_timeline`).
+    Costs 1.5 us, half of that without a timeline (`start_timeline`).
 
     Args:
-        name: of the stretch.
+        name: name of the span.
 
     Raises:
-        TypeError: the name is not text.
+        TypeError: the name is not a string.
 
     Example:
         >>> import collectives as cc
@@ -338,6 +389,7 @@ def timeline_span(name: str) -> Iterator[None]:
     if timeline is None:
         yield
         return
+    # The track of this thread: the block may run in any thread.
     track = timeline.track()
     opened = track.begin(name, "span", name, time.monotonic_ns())
     try:
@@ -347,12 +399,14 @@ def timeline_span(name: str) -> Iterator[None]:
 
 
 def _leave_to_parent() -> None:
-    """Write nothing in a forked child, whose file is the parent's, and which has no thread."""
+    """Stop writing in a forked child, which shares the parent's file and lacks the thread."""
     global running
     if running is not None:
+        # The file descriptor is shared with the parent, so the child must not write.
         running.abandon()
         running.lock = threading.Lock()  # another thread may have held it
         running = None
 
 
-os.register_at_fork(after_in_child=_leave_to_parent)
+at_exit(ExitStage.TIMELINE, stop)
+in_child(_leave_to_parent)

@@ -1,10 +1,9 @@
 """Waiting for other ranks: spin, yield, sleep, and a warning or timeout in the end.
 
-All waits go the same way. First polls without a pause, for the time in which an answer to a small
-message comes (`POLLS`; the compiled rounds of a node have counts of their own). Then a `Backoff`:
-for some milliseconds the core is given away after each poll, then there are naps, which grow with
-the time waited so far, and some looks a second at whether the others are alive. A `Deadline` ends
-it.
+All waits follow one pattern. They first poll without a pause, for as long as a small message takes
+(`POLLS`; compiled kernels of a node have their own counts). A `Backoff` then yields the core after
+each poll for some milliseconds. After that it naps, for longer the longer the wait lasts, and asks
+for a check of the other ranks several times a second. A `Deadline` ends the wait.
 """
 
 from __future__ import annotations
@@ -36,45 +35,45 @@ __all__ = [
 
 log = logging.getLogger(__name__)
 
-# About 0.3 us each.
+# Polls before a wait backs off; about 0.3 us each.
 POLLS = 200
 
-# Seconds between two looks at whether a rank has died.
+# Seconds between two checks for dead ranks.
 _LOOK_EVERY = 0.1
 
-# How many ranks an error names.
+# Most ranks that an error names.
 _NAMES = 8
 
 
 class BackoffPolicy(NamedTuple):
-    """How often to look for something that may take long; all in seconds, but `share`.
+    """How often to poll during a long wait; seconds, except `share`.
 
     A rank that waits for a slow one must not take the core that the slow one needs.
     """
 
-    yields: float  # for so long the core is only given away between two looks
-    share: float  # of the time waited so far that a nap lasts
+    yields: float  # until then a poll is followed by a yield, then by naps
+    share: float  # length of a nap, as a share of the time waited so far
     shortest: float
     longest: float
 
     def nap(self, waited: float) -> float:
-        """Return how long to sleep before the next look."""
+        """Return the seconds to sleep before the next poll."""
         return min(self.longest, max(waited * self.share, self.shortest))
 
 
-# Delays no operation by more than 2 %; 200 looks a second cost 1 % of a core.
+# Delays no operation by more than 2 %; 200 polls a second cost 1 % of a core.
 _OPERATIONS = BackoffPolicy(yields=0.02, share=1 / 64, shortest=0.0, longest=0.005)
 
-# For what may take days: a look among what has come takes 0.15 ms, 20 a second 0.3 % of a core.
+# For waits that may take days: a poll takes 0.15 ms, so 20 a second cost 0.3 % of a core.
 IN_RESERVE = _OPERATIONS._replace(longest=0.05)
 
 
 class Backoff:
-    """A wait for one thing, from now on.
+    """Pauses of one wait, which begins now.
 
     Args:
-        first_nap: seconds to sleep, instead of giving the core away, as long as the wait is short.
-        pace: how often to look.
+        first_nap: seconds to sleep instead of yielding, while the wait is short.
+        pace: how often to poll.
     """
 
     def __init__(self, first_nap: float = 0.0, pace: BackoffPolicy = _OPERATIONS) -> None:
@@ -84,7 +83,7 @@ class Backoff:
         self._look_at = self._began + _LOOK_EVERY
 
     def pause(self) -> bool:
-        """Leave the core to others, and tell whether it is time to look after the other ranks."""
+        """Yield or sleep; return whether it is time to check the other ranks."""
         now = time.monotonic()
         waited = now - self._began
         if waited < self._pace.yields:
@@ -101,7 +100,7 @@ class Backoff:
 
 
 def poll_until(found: Callable[[], bool], limit: float, every: float) -> bool:
-    """Ask again and again, with naps of `every` seconds, for `limit` seconds; tell the answer."""
+    """Poll a condition every `every` seconds for at most `limit` seconds; return its value."""
     give_up = time.monotonic() + limit
     while not (answer := found()) and time.monotonic() < give_up:
         time.sleep(every)
@@ -109,20 +108,20 @@ def poll_until(found: Callable[[], bool], limit: float, every: float) -> bool:
 
 
 class _Thread(threading.local):
-    """What holds for the waits of one thread."""
+    """State of the waits of one thread."""
 
     stop: threading.Event | None = None
 
 
-# A thread that works for others puts an event here; when it is set, the thread's waits end.
+# A background thread puts an event here; setting the event aborts the thread's waits.
 this_thread = _Thread()
 
 
 class PendingMessage(Protocol):
-    """A message under way, or something else to come from other ranks."""
+    """A pending message, or another event on other ranks that a wait can wait for."""
 
     def done(self) -> bool:
-        """Make progress and tell whether the memory may be used again.
+        """Make progress, and return whether the memory may be reused.
 
         Raises:
             MismatchError: the other side sent another number of bytes.
@@ -130,73 +129,73 @@ class PendingMessage(Protocol):
         """
 
     def describe(self) -> str:
-        """Say whom this waits for: "rank 3 to send 8 bytes"."""
+        """Return the event that this waits for: "rank 3 to send 8 bytes"."""
 
     @property
     def peers(self) -> Sequence[int]:
-        """The ranks that this waits for; where it is all of them, some."""
+        """The awaited ranks; some of them if this waits for all ranks."""
 
 
 class WaitListener(Protocol):
-    """Is told for what a call waited, and how long."""
+    """Listener that gets the waits of a call and their durations."""
 
     def waited(self, began: int, messages: Sequence[PendingMessage]) -> None:
-        """Note a wait that ends now; it began at so many ns of the monotonic clock."""
+        """Record a wait that ends now; it began at `began`, in ns of the monotonic clock."""
 
     def exchanged(self, began: int) -> None:
-        """Note the same of an exchange among all ranks."""
+        """Record an exchange among all ranks; `began` as in `waited`."""
 
     def algorithm_chosen(self, algorithm: str) -> None:
-        """Note by which algorithm the call goes."""
+        """Record the algorithm of the call."""
 
 
 class CompletedWait(NamedTuple):
-    """What takes no message: it has come, or nothing but a look elsewhere will tell."""
+    """An event without a message: over already, or never seen to end by polling it."""
 
     text: str
     peers: Sequence[int]
     has_come: bool
 
     def done(self) -> bool:
-        """Tell whether it has come."""
+        """Return `has_come`."""
         return self.has_come
 
     def describe(self) -> str:
-        """Say whom this waits for."""
+        """Return the text."""
         return self.text
 
 
 class RankSet:
-    """Some ranks, `size` of them, of which this one is `rank`, and how errors name them."""
+    """A group of `size` ranks with this process as `rank`, and how errors name the ranks."""
 
     rank: int
     size: int
 
-    # Of each rank its number in the world, where this is a part of it; None where it is the world.
+    # World rank of each rank, if this is a part of the world; None if it is the world.
     world: Sequence[int] | None = None
 
     def name(self, ranks: Sequence[int]) -> str:
-        """Name ranks, by their numbers in the world, too, where these are others."""
+        """Name ranks, with their world ranks where these differ."""
         return describe_ranks(ranks, self.world)
 
     def name_of_world(self, world_ranks: Sequence[int], numbers: Sequence[int]) -> str:
-        """Name ranks that are given by their numbers in the world.
+        """Name ranks that are given by their world ranks.
 
         Args:
             world_ranks: at least one.
-            numbers: of each rank of the group its number in the world.
+            numbers: world rank of each rank of the group.
         """
         if set(world_ranks) <= set(numbers):
             return self.name([numbers.index(rank) for rank in world_ranks])
         return f"world {describe_ranks(world_ranks)}"
 
     def compiling(self) -> str:
-        """Say which ranks on other nodes compile: "rank 1 has compiled loops for 12 s"."""
+        """Name ranks on other nodes that compile: "rank 1 has compiled loops for 12 s"."""
         return ""
 
     @property
     def where(self) -> str:
-        """This rank, as the last words of an error: "rank 1 (world rank 3) of 2"."""
+        """This rank, for the end of an error: "rank 1 (world rank 3) of 2"."""
         return f"{self.name([self.rank])} of {self.size}"
 
 
@@ -205,7 +204,7 @@ def describe_ranks(ranks: Sequence[int], world: Sequence[int] | None = None) -> 
 
     Args:
         ranks: at least one.
-        world: of each rank of the group its number in the world; None if that is the same.
+        world: world rank of each rank of the group; None if the numbers are the same.
 
     Example:
         >>> describe_ranks([1]), describe_ranks([0, 1], [2, 3])
@@ -221,24 +220,24 @@ def _list(word: str, numbers: Sequence[int]) -> str:
 
 
 def _clock() -> float:
-    """Seconds, but for those in which this process has made what it needs once."""
+    """Return monotonic seconds, without the time in which this process compiled."""
     return time.monotonic() - compile_time.total_seconds()
 
 
 class Deadline:
-    """When one call of one operation has waited long enough.
+    """Time limit of one call of one operation.
 
     Args:
-        operation: the name that errors and log lines carry.
+        operation: name in errors and log lines.
         limit: seconds from now.
-        warn_after: seconds from now after which a wait is reported once.
-        whereabouts: says which ranks have not come and what they last did, as far as is known.
+        warn_after: seconds from now after which one wait logs a warning.
+        whereabouts: names the missing ranks and their last calls, as far as known.
 
     Attributes:
-        waits: is told of them; None where nobody wants to know.
+        waits: listener for the waits of the call; None for none.
         first_call: whether this is the group's first call, which some rank may not have entered.
-        peer_has_come: in a first call, whether the awaited rank has entered it, and itself waits
-            for another rank; None if unknown.
+        peer_has_come: in a first call, whether the awaited rank has entered the call and itself
+            waits for another rank; None if unknown.
     """
 
     waits: WaitListener | None = None
@@ -261,7 +260,7 @@ class Deadline:
 
     @property
     def waited(self) -> float:
-        """Seconds since the call began, but for those in which this process compiled."""
+        """Seconds since the call began, without the time in which this process compiled."""
         return _clock() - self._start
 
     def check(
@@ -270,20 +269,20 @@ class Deadline:
         pending: Sequence[PendingMessage],
         culprit: Callable[[Sequence[PendingMessage]], str | None] = lambda pending: None,
     ) -> None:
-        """Report a stall once, and raise `CollectiveTimeout` when the time is over.
+        """Log a stall once, and raise `CollectiveTimeout` after the limit.
 
         Args:
-            ranks: the group that waits, as errors name it.
-            pending: what it waits for.
+            ranks: the group that waits, for the names in errors.
+            pending: the messages that the group waits for.
             culprit: names the rank that all wait for, as `Transport.blocking_rank`.
 
         Raises:
-            CollectiveError: this thread is told to stop.
+            CollectiveError: the event of this thread was set.
         """
         if self._stop is not None and self._stop.is_set():
             raise CollectiveError(f"{self.operation}: stopped ({ranks.where})")
         waited = self.waited
-        if waited > self._warn_after:  # first: a process that slept past both still leaves its line
+        if waited > self._warn_after:  # before the limit: a process may sleep past both
             self._warn_after = float("inf")
             missing = self._missing(ranks, pending, culprit)
             if ranks.world is not None:
@@ -306,7 +305,7 @@ class Deadline:
         due = found or ", ".join(dict.fromkeys(m.describe() for m in pending))
         known = self._whereabouts() or ranks.compiling()
         if self.first_call:
-            if not known and found:  # "rank 3, for which rank 0 waits, too"
+            if not known and found:  # "rank 3, for which rank 0 also waits"
                 known = f"{found.partition(',')[0]} has called nothing yet"
             elif not known and (self.peer_has_come is False or found == ""):
                 late = dict.fromkeys(m.describe().partition(" to ")[0] for m in pending)

@@ -1,32 +1,33 @@
 """Failure detector between nodes: asks a silent rank for its state.
 
-A rank that has waited for a moment asks the one that it waits for. That one keeps the question
-until it has something to tell:
+A rank that has waited for a moment sends a question to the rank that it waits for. That rank keeps
+the question until it can answer:
 
     rank 0 waits for 1        rank 1 waits for 2          rank 2 has ended its program
-    asks 1                    asks 2                      stays, and tells who asks
-                              fails, tells who asked
+    asks 1                    asks 2                      stays, and answers
+                              fails, and answers 0
     fails
 
-A rank that computes tells nothing. While it compiles, a thread of its own says so, if MPI allows
-calls from several threads. A rank that waits itself says for whom, so that a rank whose time
-is over follows the chain to the one that everybody waits for. One that fails, because another has
-ended, passes the news on. One that has ended its program stays until all have, and answers.
+A rank that computes does not answer. While it compiles, a separate thread answers if MPI allows
+calls from several threads. A waiting rank answers with the rank that it waits for, so that a rank
+at its deadline can follow the chain to the rank that blocks all others. A rank that fails because
+another rank has ended propagates the reason. A rank that has ended its program stays until all
+ranks have ended, and answers.
 
-Questions name the communicator in which the asking rank waits: others do not count.
+Questions name the communicator in which the asking rank waits; waits in other communicators do not
+count.
 
-Cost: nothing for operations that take less than a tenth of a second. Per rank that is waited for,
-and communicator, one message of 8 bytes in the life of a program, and few answers; at the end a
-barrier that does not block, or P messages to and from each rank where some have died.
+Cost: nothing for operations shorter than a tenth of a second. Per awaited rank and communicator,
+one message of 8 bytes during the program, and few answers. At the end one nonblocking barrier, or
+P messages to and from each rank after a death.
 
-Where those that live go on after a death (`collectives.transport.ulfm`), they meet here, too:
-who has come says so to all others. In such a job a rank that fails sends its exit status to all
-other ranks, which exit with it.
+If the job continues after a death (`collectives.transport.ulfm`), the surviving ranks also wait
+for each other here: each rank notifies all other ranks of its arrival. In such a job a failing rank
+sends its exit status to all other ranks, which exit with the same status.
 """
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
 import os
@@ -39,6 +40,8 @@ from typing import TYPE_CHECKING, Any, NamedTuple
 import numpy as np
 
 from collectives.core import compile_time
+from collectives.core.background_threads import BackgroundThread
+from collectives.core.process_hooks import ExitStage, at_exit
 from collectives.transport import backoff, liveness
 from collectives.transport.backoff import Backoff, RankSet
 from collectives.transport.mpi_messages import MpiEndpoint, MpiRequest
@@ -50,25 +53,25 @@ __all__ = ["MeetingState", "Departure", "FailureDetector", "current", "install",
 
 _ASK, _TELL, _COME, _FAIL = 1, 2, 3, 4  # tags
 _QUESTION = struct.Struct("q")  # key of the communicator; with _FAIL the exit status
-_ANSWER = struct.Struct("qqq")  # key, kind, rank of the world; a text follows
-# Kinds: this rank has ended its program; the teller waits for this rank; the teller has compiled
-# for so many seconds, which stand in place of the rank.
+_ANSWER = struct.Struct("qqq")  # key, kind, world rank or seconds; a text follows
+# Kinds: the rank has ended its program; the sender waits for the rank; the sender has compiled for
+# a number of seconds, in the field of the rank.
 _ENDED, _WAITS, _COMPILES = 0, 1, 2
 _TEXT_BYTES = 200
 
-# The key of an answer that holds in all communicators, and of the meeting at the end; those of
-# communicators begin with 1.
+# Key of an answer that is valid in all communicators, and of the meeting at the end. Keys of
+# communicators start at 1.
 _EVERYWHERE = 0
 
-# Seconds between the news that a rank has ended and the end of the wait for it: what it sent before
-# may come later than the news, which take another way.
+# Seconds between the news that a rank has ended and the end of the wait for that rank: its earlier
+# messages use another path and may arrive after the news.
 _GRACE = 0.5
 
-# A rank that waits looks ten times a second: within so many seconds it has answered, and so long
-# holds what it said of itself.
+# A waiting rank polls ten times a second. So it answers within this number of seconds, and its
+# statement about itself is valid as long.
 _ANSWERS_WITHIN = 0.3
 
-# Seconds between two looks of the thread that answers while this process compiles.
+# Seconds between two polls of the thread that answers while this process compiles.
 _LOOK_WHILE_COMPILING = 0.1
 
 # Seconds for MPI to send the status of a failing rank: the first message between two nodes opens a
@@ -83,12 +86,12 @@ _LOOK_AGAIN = 0.002
 
 
 class Departure(NamedTuple):
-    """That a rank of the world has left.
+    """Departure of a rank of the world.
 
     Attributes:
-        rank: its number in the world.
-        text: how: "has ended its program (after allreduce #2 at train.py:5)".
-        heard: when this rank heard of it, by the monotonic clock.
+        rank: number of the rank in the world.
+        text: description: "has ended its program (after allreduce #2 at train.py:5)".
+        heard: when this rank received the news, by the monotonic clock.
     """
 
     rank: int
@@ -97,15 +100,32 @@ class Departure(NamedTuple):
 
 
 class MeetingState(NamedTuple):
-    """Who is at a meeting.
+    """State of a meeting.
 
     Attributes:
-        dead: ranks of the world that have died.
-        come: those that have come.
+        dead: world ranks that have died.
+        come: world ranks that have arrived.
     """
 
     dead: set[int]
     come: set[int]
+
+
+class _AnsweringThread(BackgroundThread):
+    """Thread that answers ten times a second while this process compiles.
+
+    Args:
+        answer: answers the questions so far; returns False after the end of the program.
+    """
+
+    def __init__(self, answer: Callable[[], bool]) -> None:
+        super().__init__("answers-while-compiling")
+        self._answer = answer
+
+    def _run(self) -> None:
+        while not self._stopping and self._answer():
+            with self._changed:
+                self._changed.wait_for(lambda: self._stopping, _LOOK_WHILE_COMPILING)
 
 
 class FailureDetector(RankSet):
@@ -113,14 +133,14 @@ class FailureDetector(RankSet):
 
     Args:
         world: all processes; *collective*.
-        last_call: tells what this rank did last: "after allreduce #2 at train.py:5".
+        last_call: describes the last call of this rank: "after allreduce #2 at train.py:5".
     """
 
     def __init__(self, world: MPI.Comm, last_call: Callable[[], str]) -> None:
         from mpi4py import MPI
 
         self.endpoint = MpiEndpoint(world)
-        self.status: MPI.Status | None = None  # lengths are those that were sent
+        self.status: MPI.Status | None = None  # None: a probe gives lengths, so no check
         self._mpi = self._last = self.endpoint.mpi
         self._error = MPI.Exception
         self.rank = self._mpi.Get_rank()
@@ -128,34 +148,33 @@ class FailureDetector(RankSet):
         self._process = os.getpid()
         self._last_call = last_call
         self._lock = threading.Lock()
-        self._asked: dict[tuple[int, int], float] = {}  # (rank, key) that this rank has asked, when
-        self._asking: set[tuple[int, int]] = set()  # (rank, key) that have asked this one
-        self._news: dict[tuple[int, int], Departure] = {}  # by teller and key
-        self._awaits: dict[tuple[int, int], int] = {}  # (teller, key) -> whom the teller waits for
-        self._waiting: dict[int, tuple[int, float]] = {}  # key -> whom this rank waits for, when
-        self._failed: dict[int, Departure] = {}  # key -> why this rank waits no more
+        self._asked: dict[tuple[int, int], float] = {}  # (asked rank, key) -> time of the question
+        self._asking: set[tuple[int, int]] = set()  # (asking rank, key)
+        self._news: dict[tuple[int, int], Departure] = {}  # by sender and key
+        self._awaits: dict[tuple[int, int], int] = {}  # (sender, key) -> the sender's awaited rank
+        self._waiting: dict[int, tuple[int, float]] = {}  # key -> awaited rank, last poll
+        self._failed: dict[int, Departure] = {}  # key -> reason why this rank no longer waits
         self._end: Departure | None = None  # of this rank's program
-        self._come: set[tuple[int, int]] = set()  # (rank, key) that have come to a meeting
+        self._come: set[tuple[int, int]] = set()  # (rank, key) that have arrived at a meeting
         self._failed_ranks: set[int] = set()  # their exit status was received
-        self._compiling: dict[int, tuple[int, float]] = {}  # rank -> seconds so far, when heard
-        self._compiles_since = 0.0  # this process; 0 if it does not
-        self._compiled = threading.Event()  # ends the thread that answers until then
-        self._answering: threading.Thread | None = None
+        self._compiling: dict[int, tuple[int, float]] = {}  # rank -> seconds, time of the answer
+        self._compiles_since = 0.0  # start in this process; 0 while it does not compile
+        self._answering: _AnsweringThread | None = None  # while this process compiles
 
     @property
     def is_mine(self) -> bool:
-        """Whether this process is the rank, not a forked child of it."""
+        """Whether this process is the rank, not a forked child of the rank."""
         return os.getpid() == self._process
 
     def probe(self, key: int, peers: Sequence[int]) -> Departure | None:
-        """Ask the ranks that this one waits for, once, and answer who asks this one.
+        """Ask each awaited rank once, and answer the questions of other ranks.
 
         Args:
-            key: of the communicator in which this rank waits.
-            peers: the ranks that it waits for.
+            key: key of the communicator in which this rank waits.
+            peers: awaited ranks.
 
         Returns:
-            Why one of them will not come.
+            The departure that keeps an awaited rank from arriving, or None.
         """
         if not self.is_mine:
             return None
@@ -171,20 +190,20 @@ class FailureDetector(RankSet):
         return None
 
     def join_meeting(self, key: int, peers: Sequence[int]) -> None:
-        """Tell ranks that this one has come to the meeting of a communicator."""
+        """Notify ranks that this rank has arrived at the meeting of a communicator."""
         with self._lock:
             for peer in peers:
                 self._send(_QUESTION.pack(key), peer, _COME)
 
     def meeting_state(self, key: int) -> MeetingState:
-        """Return the ranks that have come to a meeting, and those that never will."""
+        """Return the dead ranks, and the ranks that have arrived at a meeting."""
         with self._lock:
             self._take()
             dead = self.endpoint.dead()
             return MeetingState(set(dead), {rank for rank, of in self._come if of == key})
 
     def send_failure(self, status: int) -> None:
-        """Send the exit status of this rank, which fails, to all other ranks."""
+        """Send the exit status of this failing rank to all other ranks."""
         if not self.is_mine:
             return
         with self._lock:
@@ -205,12 +224,12 @@ class FailureDetector(RankSet):
             return not self.endpoint.live
 
     def fail(self, key: int, rank: int, how: str) -> None:
-        """Tell those who wait for this rank that it waits no more, since another one has left.
+        """Propagate the departure of `rank` to the ranks that wait for this rank.
 
         Args:
-            key: of the communicator.
-            rank: who has left, by its number in the world.
-            how: as in `Departure`.
+            key: key of the communicator.
+            rank: world number of the departed rank.
+            how: description, as in `Departure`.
         """
         if self.is_mine:
             with self._lock:
@@ -222,36 +241,33 @@ class FailureDetector(RankSet):
         self._tell_all(key, news)
 
     def answer_while_compiling(self) -> None:
-        """From now on, answer from another thread while this process compiles, if MPI allows it."""
+        """Enable answers from another thread while this process compiles, if MPI allows it."""
         from mpi4py import MPI
 
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             compile_time.keep_noted(self)
 
     def note_preparation(self, since: float) -> None:
-        """Start or end the thread that answers while this process compiles."""
+        """Start or stop the thread that answers while this process compiles."""
         if not self.is_mine:
             return
         self._compiles_since = since
         if since:
-            self._compiled.clear()
-            self._answering = threading.Thread(
-                target=self._answer_while_compiling, name="answers-while-compiling", daemon=True
-            )
+            self._answering = _AnsweringThread(self._answer)
             self._answering.start()
         elif self._answering is not None:
-            self._compiled.set()
-            self._answering.join(_ANSWERS_WITHIN)  # it never waits for another rank
+            self._answering.stop(_ANSWERS_WITHIN)  # short, because it never waits for another rank
             self._answering = None
 
-    def _answer_while_compiling(self) -> None:
-        while not self._compiled.wait(_LOOK_WHILE_COMPILING) and self._end is None:
-            # A death is for the thread that compiles to find, in its next call.
-            with contextlib.suppress(RuntimeError), self._lock:
-                self._take()
+    def _answer(self) -> bool:
+        """Answer questions from another thread; return False after the end of the program."""
+        # Ignore deaths here: the compiling thread detects them in its next call.
+        with contextlib.suppress(RuntimeError), self._lock:
+            self._take()
+        return self._end is None
 
     def compile_seconds(self) -> dict[int, int]:
-        """Return for how long ranks of the world have compiled that said so a moment ago."""
+        """Return the compile times, in seconds, that world ranks have reported recently."""
         with self._lock:
             self._take()
             now = time.monotonic()
@@ -262,9 +278,9 @@ class FailureDetector(RankSet):
             }
 
     def wait_chain(self, key: int, peers: Sequence[int]) -> list[int]:
-        """Return whom this rank waits for, whom that one waits for, and so on, as far as they say.
+        """Return the chain of waits: the rank that this rank awaits, that rank's awaited rank, ...
 
-        Takes some tenths of a second.
+        The chain ends at a rank that does not answer. Takes some tenths of a second.
         """
         found = list(peers[:1])
         while found and len(found) < _LONGEST_CHAIN:
@@ -275,9 +291,9 @@ class FailureDetector(RankSet):
         return found
 
     def serve_until_exit(self) -> None:
-        """Answer who asks, until all ranks have ended their programs; harmless when repeated.
+        """Answer questions until all ranks have ended their programs; harmless when repeated.
 
-        To be called at the end of the program, before MPI is finalized.
+        Call it at the end of the program, before MPI is finalized.
         """
         from mpi4py import MPI
 
@@ -299,19 +315,19 @@ class FailureDetector(RankSet):
                     self._take()
                 if wait.pause():
                     liveness.check_before_exit()
-        except self._error:  # a rank has died, of which this one may not have heard before
+        except self._error:  # a rank has died, perhaps unnoticed until now
             if self.failed():
                 self._meet_at_end(_MEET_WITHIN)
             liveness.arm()
             liveness.prepare_exit()
 
     def _meet_at_end(self, limit: float = math.inf) -> None:
-        """Wait until all ranks have ended their programs, or died; then end soon.
+        """Wait until all ranks have ended their programs or died; then exit soon.
 
-        By messages: MPI's barrier has no way without the dead.
+        By messages, because MPI's barrier fails with dead ranks.
 
         Args:
-            limit: seconds to wait at most.
+            limit: most seconds to wait.
         """
         others = set(range(self.size)) - {self.rank}
         self.join_meeting(_EVERYWHERE, sorted(others))
@@ -323,7 +339,7 @@ class FailureDetector(RankSet):
         liveness.fire_soon()
 
     def _departure_of(self, peer: int, key: int) -> Departure | None:
-        """Return why a rank will not come: another one has ended, or itself some time ago."""
+        """Return why a rank will not arrive: it has ended some time ago, or awaits one that has."""
         if (peer, key) in self._news:
             return self._news[peer, key]
         own = self._news.get((peer, _EVERYWHERE))
@@ -333,13 +349,13 @@ class FailureDetector(RankSet):
         return own if time.monotonic() - since > _GRACE else None
 
     def _note(self, key: int, peers: Sequence[int]) -> None:
-        """Note whom this rank waits for, and look what has come."""
+        """Record the awaited rank, and receive questions and answers."""
         if peers:
             self._waiting[key] = peers[0], time.monotonic()
         self._take()
 
     def _take(self) -> None:
-        """Take the questions and answers that have come."""
+        """Receive questions and answers, and answer what can be answered now."""
         for message in list(self.endpoint.live):
             message.done()
         for source, question in self._messages(_ASK):
@@ -370,13 +386,13 @@ class FailureDetector(RankSet):
                 self._news.setdefault((source, key), Departure(rank, text, time.monotonic()))
 
     def _messages(self, tag: int) -> list[tuple[int, bytes]]:
-        """Return the messages that have come, and their sources."""
+        """Return the received messages of a tag, with their sources."""
         found = []
         try:
             while (taken := self.endpoint.take(tag)) is not None:
                 found.append((taken[0], taken[1].tobytes()))
         except RuntimeError:
-            # A rank has died. Acknowledged deaths do not keep MPI from receiving from others.
+            # A rank has died. MPI receives from other ranks again once the death is acknowledged.
             with contextlib.suppress(NotImplementedError, self._error):
                 self._mpi.Ack_failed()
         return found
@@ -386,7 +402,7 @@ class FailureDetector(RankSet):
         self._send(_QUESTION.pack(key), peer, _ASK)
 
     def _ask_again(self, peer: int, key: int, peers: Sequence[int]) -> int | None:
-        """Return whom a rank waits for; None if it does not say so in time."""
+        """Return the rank that a rank awaits; None without an answer in time."""
         with self._lock:
             self._awaits.pop((peer, key), None)
             self._ask(peer, key)
@@ -396,13 +412,13 @@ class FailureDetector(RankSet):
         return self._awaits.get((peer, key))
 
     def _has_answered(self, peer: int, key: int, peers: Sequence[int]) -> bool:
-        """Look whether a rank has said whom it waits for, and answer those who ask this one."""
+        """Return whether a rank has reported its awaited rank; also answer questions."""
         with self._lock:
             self._note(key, peers)
             return (peer, key) in self._awaits
 
     def _tell_all(self, key: int | None, news: Departure) -> None:
-        """Tell the ranks that have asked this one, in one communicator or in any."""
+        """Send a departure to the ranks that have asked, in one communicator or in all."""
         for rank, asked in self._asking:
             if key in (None, asked):
                 self._tell(rank, asked, _ENDED, news.rank, news.text)
@@ -415,21 +431,21 @@ class FailureDetector(RankSet):
         MpiRequest(self, data, dest, "receive").start(self._mpi.Isend, tag)
 
     def lost(self, message: MpiRequest, error: RuntimeError) -> bool:
-        """Give a message up: the dead need none."""
+        """Drop a message to a dead rank."""
         return message.give_up()
 
 
 current: FailureDetector | None = None
 _outlives_ranks = False
-_attribute = 0  # of MPI's communicator of this process alone
+_attribute = 0  # key of an attribute of MPI_COMM_SELF
 _keys = 1
 
 
 def install(world: MPI.Comm, last_call: Callable[[], str], outlives_ranks: bool = False) -> None:
-    """From now on, answer other ranks; *collective*, harmless when repeated.
+    """Enable answers to other ranks; *collective*, harmless when repeated.
 
-    At the end of its program a rank stays until all others have ended theirs, as it would in
-    `MPI_Finalize`. Where the program itself calls that, it stays there.
+    At the end of its program a rank stays until all other ranks have ended theirs, as in
+    `MPI_Finalize`. If the program itself calls `MPI_Finalize`, the rank stays there.
 
     Args:
         world: all processes.
@@ -441,16 +457,16 @@ def install(world: MPI.Comm, last_call: Callable[[], str], outlives_ranks: bool 
         from mpi4py import MPI
 
         current, _outlives_ranks = FailureDetector(world, last_call), outlives_ranks
-        # MPI_Finalize begins by deleting the attributes of this communicator.
+        # MPI_Finalize first deletes the attributes of this communicator.
         _attribute = MPI.Comm.Create_keyval(delete_fn=_serve_until_exit)
         MPI.COMM_SELF.Set_attr(_attribute, True)
 
 
 def next_key(agree: Callable[[int], int]) -> int:
-    """Return a number for a new communicator, equal on its ranks; no other one of theirs has it.
+    """Return a key for a new communicator: equal on its ranks, and new on each of them.
 
     Args:
-        agree: returns the largest of the numbers that the ranks bring.
+        agree: returns the maximum of a number over the ranks.
     """
     global _keys
     key = agree(_keys)
@@ -463,8 +479,6 @@ def _serve_until_exit(*_: Any) -> None:
         current.serve_until_exit()
 
 
-# Registered when this package is imported, so called after what programs register themselves.
-@atexit.register
 def _at_exit() -> None:
     if current is None or not current.is_mine:
         return
@@ -472,8 +486,11 @@ def _at_exit() -> None:
 
     if not MPI.Is_finalized():
         liveness.prepare_exit()
-        MPI.COMM_SELF.Delete_attr(_attribute)  # stays; later Python cannot be called any more
+        MPI.COMM_SELF.Delete_attr(_attribute)  # stays here; Python code cannot run later
         # If a rank is killed in MPI_Finalize, the other ranks do not always return from it (in 1 of
         # 14 runs of 3 ranks on busy cores).
         if _outlives_ranks:
             liveness.arm_for_finalize()
+
+
+at_exit(ExitStage.FAILURE_DETECTOR, _at_exit)

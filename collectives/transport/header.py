@@ -2,10 +2,8 @@
 
 ::
 
-    head     [ magic | kind | dimensions | dtype | tag | shape | long dtype | elements, if short ]
+    header   [ magic | kind | dimensions | dtype | tag | shape | long dtype | elements, if short ]
     payload  [ elements ]
-
-A dtype longer than its field, such as a structured one, follows the shape.
 """
 
 from __future__ import annotations
@@ -30,25 +28,25 @@ _MAGIC = 0xA11B
 _FIELDS = struct.Struct("<HBBI16sq")
 _SHORT_DTYPE = 16
 
-# What the elements are; in the head its number.
+# Kinds of elements; a header stores the index.
 ARRAY, OBJECT = "an array", "an object"
 _KINDS = (ARRAY, OBJECT)
 
-# Elements, and a long dtype, up to so many bytes travel in the head: their copies cost less than a
-# message of its own. With the head no more than what every MPI sends without asking first
-# (`signature_check.MESSAGE_BYTES`): a rank that finds a head takes it at once, and must not wait
+# Elements and a long dtype of up to 3 KiB travel in the header, because copying them costs less
+# than a message of their own. With the header they stay within every MPI's eager limit
+# (`signature_check.MESSAGE_BYTES`): a rank receives an arrived header at once, and must not wait
 # for its sender.
 _SHORT = 3 << 10
 
 
 class Envelope(NamedTuple):
-    """What is known of an array that a rank has sent, beside its elements.
+    """Metadata of an array that a rank has sent.
 
     Attributes:
-        source: who has sent it.
-        tag: the number that it was sent with.
-        shape: of the array.
-        dtype: of the array.
+        source: rank of the sender.
+        tag: tag of the message.
+        shape: shape of the array.
+        dtype: dtype of the array.
     """
 
     source: int
@@ -58,13 +56,13 @@ class Envelope(NamedTuple):
 
 
 class Header(NamedTuple):
-    """What has come of an array.
+    """A received header.
 
     Attributes:
-        envelope: what is known of it.
-        kind: `ARRAY`, or `OBJECT` for the pickle of one.
-        nbytes: of its elements.
-        elements: as bytes; None if they are a message of their own.
+        envelope: metadata of the array.
+        kind: `ARRAY`, or `OBJECT` for a pickled object.
+        nbytes: bytes of the elements.
+        elements: the elements, as bytes; None if they follow as a message of their own.
     """
 
     envelope: Envelope
@@ -74,10 +72,10 @@ class Header(NamedTuple):
 
 
 def is_short(array: Array, *, operation: str) -> bool:
-    """Tell whether an array's elements travel in its head.
+    """Return whether an array's elements travel in its header.
 
     Raises:
-        TypeError: the description of its dtype does not fit into a head.
+        TypeError: the description of its dtype does not fit into a header.
     """
     long_bytes = len(_texts(array.dtype)[1])
     if long_bytes > _SHORT:
@@ -89,7 +87,7 @@ def is_short(array: Array, *, operation: str) -> bool:
 
 
 def write(array: Array, flat: Array, tag: int, kind: str) -> Array:
-    """Return the head of an array, whose elements are these bytes; with them if they are short."""
+    """Return the header of an array with these bytes; it includes them if they are short."""
     name, text = _texts(array.dtype)
     shape_end = _FIELDS.size + 8 * array.ndim
     start = shape_end + len(text)
@@ -105,11 +103,12 @@ def write(array: Array, flat: Array, tag: int, kind: str) -> Array:
 
 
 def read(head: npt.NDArray[np.uint8], source: int, ranks: RankSet) -> Header:
-    """Read a head that a rank has sent.
+    """Parse a header that a rank has sent.
 
     Raises:
-        CollectiveError: this is not a head; nothing has been allocated by then.
+        CollectiveError: the bytes are not a header; raised before anything is allocated.
     """
+    # Foreign messages may arrive, so the header is checked before its fields are used.
     magic = kind = ndim = long_bytes = tag = 0
     name = b""
     if head.size >= _FIELDS.size:
@@ -117,7 +116,7 @@ def read(head: npt.NDArray[np.uint8], source: int, ranks: RankSet) -> Header:
     start = _FIELDS.size + 8 * ndim + long_bytes
     if magic != _MAGIC or kind >= len(_KINDS) or start > head.size:
         raise CollectiveError(
-            f"recv: what {ranks.name([source])} sent is not an array, it begins with "
+            f"recv: the message of {ranks.name([source])} is not an array, it begins with "
             f"{head[:16].tobytes().hex()} ({ranks.where})"
         )
     shape = struct.unpack_from(f"<{ndim}q", head.data, _FIELDS.size)
@@ -129,9 +128,9 @@ def read(head: npt.NDArray[np.uint8], source: int, ranks: RankSet) -> Header:
     return Header(Envelope(source, tag, shape, dtype), _KINDS[kind], nbytes, elements)
 
 
-@functools.lru_cache(256)  # NumPy takes microseconds in either direction
+@functools.lru_cache(256)  # NumPy takes microseconds for each conversion
 def _texts(dtype: np.dtype[Any]) -> tuple[bytes, bytes]:
-    """Return the text of a dtype: in its field of the head, or after the shape; one is empty."""
+    """Return a dtype's text for the header's field, and for behind the shape; one is empty."""
     text = dtypes.spelled(dtype).encode()
     return (text, b"") if len(text) <= _SHORT_DTYPE else (b"", text)
 

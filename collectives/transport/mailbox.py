@@ -1,8 +1,8 @@
 """Mailbox for unsolicited messages, among ranks that may die.
 
-Collective operations know who sends what and when. A service does not: it takes *heads* of unknown
-length from anybody. Long frames follow the head that announces them. The death of a rank is news
-here and no error: the others go on.
+In collective operations both sides know when a message is sent. A service does not: it receives
+*heads* of unknown length from any rank. Long frames follow the head that announces them. The death
+of a rank is an event here, not an error: the other ranks continue.
 """
 
 from __future__ import annotations
@@ -25,25 +25,25 @@ _HEAD, _FRAME = 2, 3  # tags
 
 
 class Mailbox(RankSet, ABC):
-    """Messages among `size` ranks, of which this one is `rank`.
+    """Unsolicited messages among `size` ranks; this process is `rank`.
 
-    Arrays are contiguous bytes, shape (n,), uint8. Heads, and frames, arrive from one rank in the
-    order in which they were sent. One thread at a time sends, one thread receives.
+    Arrays are contiguous bytes, shape (n,), uint8. Heads of one rank arrive in the order of their
+    sends, and so do frames. One thread at a time sends, one thread receives.
 
-    What was sent to a rank that is dead is done; to receive from one raises `PeerFailure`.
+    A send to a dead rank completes; a receive from one raises `PeerFailure`.
     """
 
     @abstractmethod
     def send_nowait(self, head: Array, dest: int) -> PendingMessage:
-        """Start sending at least one byte, of which the other side does not know."""
+        """Start sending an unsolicited head of at least one byte."""
 
     @abstractmethod
     def poll(self) -> tuple[int, Array] | None:
-        """Return the next head that has arrived and its source."""
+        """Return the next head that has arrived, as (source, bytes); None if there is none yet."""
 
     @abstractmethod
     def send(self, frame: Array, dest: int) -> PendingMessage:
-        """Start sending at least one byte, which the other side will `receive`."""
+        """Start sending a frame of at least one byte, for which the other side calls `receive`."""
 
     @abstractmethod
     def receive(self, into: Array, source: int) -> PendingMessage:
@@ -51,14 +51,14 @@ class Mailbox(RankSet, ABC):
 
     @abstractmethod
     def dead(self) -> frozenset[int]:
-        """Return the ranks that are known to have died, which is noticed by `poll`."""
+        """Return the ranks known to have died; `poll` detects deaths."""
 
     @abstractmethod
     def close(self, *, all_together: bool) -> None:
-        """Release what this holds, if nothing is under way.
+        """Release the resources, unless messages are pending.
 
         Args:
-            all_together: whether all ranks are known to close now, without a message left.
+            all_together: whether all ranks are known to close now, with no message left.
         """
 
 
@@ -66,12 +66,12 @@ class MpiMailbox(Mailbox):
     """A mailbox over a private duplicate of an MPI communicator.
 
     Args:
-        comm: the ranks that take part. *Collective*: all of them construct it together.
+        comm: the ranks. *Collective*: all of them must construct the mailbox.
     """
 
     def __init__(self, comm: MPI.Comm) -> None:
         self.endpoint = MpiEndpoint(comm)
-        self.status: MPI.Status | None = None  # two threads look at messages
+        self.status: MPI.Status | None = None  # none, because two threads poll messages
         self._mpi = self.endpoint.mpi
         self.rank = self._mpi.Get_rank()
         self.size = self._mpi.Get_size()
@@ -82,7 +82,7 @@ class MpiMailbox(Mailbox):
         return MpiRequest(self, head, dest, "receive").start(self._mpi.Isend, _HEAD)
 
     def poll(self) -> tuple[int, Array] | None:
-        """Return the next head; MPI hears of a death while it is asked."""
+        """Return the next head, or None; MPI detects deaths only while it is called."""
         try:
             return self.endpoint.take(_HEAD)
         except RuntimeError as error:
@@ -98,16 +98,17 @@ class MpiMailbox(Mailbox):
         return MpiRequest(self, into, source, "send").start(self._mpi.Irecv, _FRAME)
 
     def dead(self) -> frozenset[int]:
-        """Return who died; nobody where MPI does not tolerate it."""
+        """Return the dead ranks; empty if MPI does not tolerate deaths."""
         return self._dead
 
     def close(self, *, all_together: bool) -> None:
-        """Free the communicator, unless that might wait for somebody, or MPI has ended."""
+        """Free the communicator, unless that might block or MPI has ended."""
+        # MPI may synchronize all ranks when it frees a communicator, so one rank alone might hang.
         if all_together and not self._dead:
             self.endpoint.free()
 
     def lost(self, message: MpiRequest, error: RuntimeError) -> bool:
-        """Give up what goes to the dead, or raise `PeerFailure` for what was to come from them."""
+        """Abandon a send to a dead rank, or raise `PeerFailure` for a receive from one."""
         self._learn(error)
         message.give_up()
         if message.verb == "send":
@@ -115,7 +116,7 @@ class MpiMailbox(Mailbox):
         return True
 
     def _learn(self, error: RuntimeError) -> None:
-        """Note who died, if that is the error; others are raised in our words."""
+        """Record the dead ranks; raise `CollectiveError` for any other MPI error."""
         from mpi4py import MPI
 
         if not isinstance(error, MPI.Exception):
@@ -126,6 +127,6 @@ class MpiMailbox(Mailbox):
             ) from error
         if dead := self.endpoint.dead():
             liveness.arm()
-            # Acknowledged deaths do not keep MPI from receiving from anybody else.
+            # ULFM fails receives from any source until a death is acknowledged.
             self._mpi.Ack_failed()
             self._dead = frozenset(dead)

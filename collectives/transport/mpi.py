@@ -1,6 +1,6 @@
 """Transport over MPI.
 
-What MPI reports as errors becomes ours: a dead rank, an array that is too long, a message from a
+MPI's errors become errors of this library: a dead rank, an array of the wrong length, a call from a
 thread that MPI was not started for.
 """
 
@@ -27,26 +27,28 @@ if TYPE_CHECKING:
 
 __all__ = ["MpiTransport"]
 
-# Seconds within which it becomes known who died, once it is known that somebody did.
+# Seconds to wait for the names of dead ranks, once a death is known.
 _NAME_WITHIN = 1.0
 _ASK_EVERY = 0.005
 
-_TAG, _LANE_TAG, _HEAD_TAG = 1, 4, 5  # apart: a lane may be used by another thread
-_FIRST_NUMBERED = 1 << 14  # the tag of lane number 0
+# Tags: unsolicited messages have one of their own, and so has a channel, because another thread may
+# use it.
+_TAG, _LANE_TAG, _HEAD_TAG = 1, 4, 5
+_FIRST_NUMBERED = 1 << 14  # the tag of channel number 0
 
 
 def _functions() -> tuple[int, int, int] | None:
-    """Return the addresses of MPI_Isend, MPI_Irecv and MPI_Test; None where they are hidden."""
+    """Return the addresses of MPI_Isend, MPI_Irecv and MPI_Test; None if they are hidden."""
     from mpi4py import MPI
 
-    library = ctypes.CDLL(MPI.__file__)  # finds what mpi4py itself was linked with
+    library = ctypes.CDLL(MPI.__file__)  # also searches the MPI library that mpi4py is linked with
 
     def found(name: str) -> int:
         return ctypes.cast(library[name], ctypes.c_void_p).value or 0
 
     try:
         return found("MPI_Isend"), found("MPI_Irecv"), found("MPI_Test")
-    except AttributeError:  # a part of mpi4py, by static linking
+    except AttributeError:  # mpi4py is linked statically
         return None
 
 
@@ -54,9 +56,9 @@ class MpiTransport(Transport):
     """Messages over a private MPI communicator.
 
     Args:
-        comm: the ranks that take part. Collective: all of them must construct it together.
-        parent: the communicator from which `comm` was made for this transport alone. A rank that
-            fails here revokes it. None to use a duplicate of `comm`.
+        comm: the ranks. *Collective*: all of them must construct the transport.
+        parent: the communicator from which `comm` was made for this transport alone; a rank
+            that fails here revokes it. None to use a duplicate of `comm`.
     """
 
     def __init__(self, comm: MPI.Comm, parent: MPI.Comm | None = None) -> None:
@@ -67,11 +69,11 @@ class MpiTransport(Transport):
         self.rank = self.mpi.Get_rank()
         self.size = self.mpi.Get_size()
         self.status: MPI.Status | None = MPI.Status()
-        # Of the messages by which ranks tell each other where they are.
+        # Identifies the communicator in the failure detector's messages.
         self._key = failure_detector.next_key(lambda own: self._largest(own, parent or self.mpi))
         self._tag = _TAG
-        self._meetings = 0  # before agreements
-        # Whether threads of ours may call MPI while others do.
+        self._meetings = 0  # meetings before agreements, so far
+        # Whether background threads may call MPI while other threads do.
         self._any_thread = MPI.Query_thread() >= MPI.THREAD_MULTIPLE
 
     def _start_send(self, data: Array, dest: int) -> PendingMessage:
@@ -81,6 +83,7 @@ class MpiTransport(Transport):
         return self._start(self.mpi.Irecv, into, source, "send", self._tag)
 
     def _start(self, begin: Any, array: Array, peer: int, verb: str, tag: int) -> PendingMessage:
+        # A background thread may call MPI only at thread level multiple.
         if not self._any_thread and not self._may_call_mpi:
             self.check_threads(f"message to or from {self.name([peer])}")
         try:
@@ -90,12 +93,12 @@ class MpiTransport(Transport):
 
     @property
     def _may_call_mpi(self) -> bool:
-        """Whether this thread may: one that works for others needs MPI's leave."""
+        """Whether this thread may call MPI: a background thread needs MPI_THREAD_MULTIPLE."""
         return self._any_thread or this_thread.stop is None
 
     @property
     def native_mpi(self) -> NativeMpi | None:
-        """MPI's own functions."""
+        """MPI functions and handles for compiled code; None if mpi4py hides the functions."""
         if not self._any_thread and not self._may_call_mpi:
             self.check_threads("message")
         functions = _functions()
@@ -104,22 +107,23 @@ class MpiTransport(Transport):
         )
 
     def error_of(self, code: int, operation: str) -> RuntimeError:
-        """Return what an error of MPI means."""
+        """Return the exception for an MPI error code."""
         from mpi4py import MPI
 
         return self._explain(MPI.Exception(code), operation)
 
     def retain(self, memory: object) -> None:
-        """Keep it as long as the process lives, and the communicator, too."""
+        """Keep memory for the life of the process, and so the communicator."""
         self.endpoint.kept.append(memory)
 
     def lost(self, message: MpiRequest, error: RuntimeError) -> bool:
-        """Let a wait find out what MPI's error means; the message keeps its memory."""
+        """Raise MPI's error, which `wait` translates; the message keeps its memory."""
         raise error
 
     def watch(self, start: Callable[..., MPI.Request], *arguments: Any) -> PendingMessage:
-        """Start an operation of MPI's own, such as a non-blocking collective, as a message."""
-        # MPI does not say who is missing. Along this ring the news reaches all that wait.
+        """Start an operation of MPI, such as a non-blocking collective, as a message."""
+        # MPI does not report who is missing, so each rank waits for its neighbour in a ring. A
+        # failure propagates along the ring to all waiting ranks.
         message = MpiRequest(self, arguments, (self.rank + 1) % self.size, "enter")
         try:
             message.add(start(*arguments))
@@ -128,20 +132,21 @@ class MpiTransport(Transport):
         return message
 
     def split(self, color: int | None, key: int) -> MpiTransport | None:
-        """Make a transport over MPI for the ranks that name the same color."""
+        """Return a transport for the ranks of one color, ordered by key; *collective*."""
         from mpi4py import MPI
 
         try:
             part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
             if part == MPI.COMM_NULL:
                 return None
+            # `part` was made for this transport alone, so the endpoint needs no duplicate.
             transport = MpiTransport(part, self.mpi)
         except RuntimeError as error:
             raise self._explain(error, "split") from error
         return transport
 
     def check_threads(self, operation: str) -> None:
-        """Refuse threads that MPI was not started for."""
+        """Raise `LaunchError` if MPI was not started for several threads."""
         from mpi4py import MPI
 
         if not self._any_thread:
@@ -152,7 +157,7 @@ class MpiTransport(Transport):
             )
 
     def members(self, ranks: Sequence[int], tag: int) -> MpiTransport:
-        """Make a transport over MPI for some ranks, which alone call this."""
+        """Return a transport for some ranks; *collective* over these alone."""
         try:
             everyone = self.mpi.Get_group()
             chosen = everyone.Incl(ranks)
@@ -165,7 +170,7 @@ class MpiTransport(Transport):
         return transport
 
     def shrink(self, deadline: Deadline) -> tuple[MpiTransport, list[int]]:
-        """Make a transport over MPI for the ranks that live."""
+        """Return a transport for the surviving ranks, and their old numbers."""
         numbers = self._numbers
         self.revoke()
         ulfm.rendezvous(self, self.mpi, numbers, self._key, deadline)
@@ -175,46 +180,46 @@ class MpiTransport(Transport):
             raise LaunchError(f"{deadline.operation}: this MPI cannot do that: {error}") from error
 
     def agree(self, flag: bool, deadline: Deadline) -> bool:
-        """Tell whether all say yes, and none is dead."""
+        """Return whether all ranks passed True and none is dead."""
         self._meetings += 1
         met = ulfm.rendezvous(self, self.mpi, self._numbers, self._key, deadline, self._meetings)
         return met and ulfm.agree(self.mpi, flag)
 
     def revoke(self) -> None:
-        """Let all ranks leave their operations, where MPI can do that."""
+        """Revoke the communicator, which aborts all ranks' operations, if MPI supports that."""
         ulfm.revoke(self.mpi)
 
     def channel(self, number: int | None = None) -> MpiTransport:
-        """Return messages over the same communicator with another tag."""
+        """Return a transport on the same communicator with another tag."""
         from mpi4py import MPI
 
         lane = copy.copy(self)  # shares the endpoint
         lane._tag = _LANE_TAG if number is None else _FIRST_NUMBERED + number
-        lane.status = MPI.Status()  # another thread may complete messages of the lane
+        lane.status = MPI.Status()  # another thread may complete messages of the channel
         return lane
 
     def to_mpi(self) -> MPI.Comm:
-        """Make a duplicate."""
+        """Return a duplicate of the communicator."""
         try:
             return self.mpi.Dup()
         except RuntimeError as error:
             raise self._explain(error, "to_mpi") from error
 
     def send_nowait(self, head: Array, dest: int) -> PendingMessage:
-        """Start sending what the other rank will collect."""
+        """Start sending an unsolicited message."""
         return self._start(self.mpi.Isend, head, dest, "receive", _HEAD_TAG)
 
     def poll_mailbox(self) -> tuple[int, Array] | None:
-        """Return what has come unasked."""
+        """Return the next unsolicited message, as (source, bytes)."""
         return self.endpoint.take(_HEAD_TAG)
 
     def open_mailbox(self) -> MpiMailbox:
-        """Make a mailbox over MPI for the same ranks."""
+        """Open a mailbox over MPI for the same ranks."""
         self.check_threads("open_channel")  # a service has a thread of its own
         return MpiMailbox(self.mpi)
 
     def close(self) -> None:
-        """Free the communicator, unless messages are under way or MPI has ended."""
+        """Free the communicator, unless messages are pending or MPI has ended."""
         self.endpoint.free()
 
     def _largest(self, number: int, parent: MPI.Comm) -> int:
@@ -240,15 +245,17 @@ class MpiTransport(Transport):
         return int(largest[0])
 
     def check_peers(self, operation: str, peers: Sequence[int] = ()) -> None:
-        """Ask MPI whether a rank has died, and ranks that this one waits for where they are."""
+        """Ask MPI for dead ranks, and the awaited ranks for their state."""
         if not self._may_call_mpi:
             return
         try:
-            self.mpi.Iprobe()  # MPI hears of anything only while it is called
+            self.mpi.Iprobe()  # MPI learns of deaths only while it is called
         except RuntimeError as error:
             raise self._explain(error, operation) from error
         if dead := self.endpoint.dead():
             raise self._peer_failure(operation, dead)
+        # MPI reports deaths only. A rank that has ended its program in good order reports
+        # it when asked.
         if failure_detector.current is not None:
             news = failure_detector.current.probe(
                 self._key, [self._numbers[rank] for rank in peers]
@@ -259,12 +266,12 @@ class MpiTransport(Transport):
                 )
 
     def propagate_failure(self, rank: int, how: str) -> None:
-        """Tell those who ask that this rank fails, since another one has left."""
+        """Propagate the failure of `rank` to the ranks that ask this one for its state."""
         if failure_detector.current is not None and self._may_call_mpi:
             failure_detector.current.fail(self._key, self._numbers[rank], how)
 
     def blocking_rank(self, pending: Sequence[PendingMessage]) -> str | None:
-        """Follow the ranks that wait for each other to the one that waits for nobody."""
+        """Follow the chain of waiting ranks to the rank that waits for none."""
         asked = failure_detector.current
         if asked is None or not self._may_call_mpi:
             return None
@@ -274,10 +281,10 @@ class MpiTransport(Transport):
             return ""
         *others, last = chain
         waits = "waits" if len(others) == 1 else "wait"
-        return f"{self._describe([last])}, for which {self._describe(others)} {waits}, too"
+        return f"{self._describe([last])}, for which {self._describe(others)} also {waits}"
 
     def compiling(self) -> str:
-        """Say which ranks compile, as far as they have told this one."""
+        """Name the ranks that compile, as far as they have reported it."""
         if failure_detector.current is None or not self._may_call_mpi:
             return ""
         found = failure_detector.current.compile_seconds().items()
@@ -289,7 +296,7 @@ class MpiTransport(Transport):
 
     @functools.cached_property
     def _numbers(self) -> list[int]:
-        """The ranks' numbers in the world."""
+        """World rank of each rank."""
         from mpi4py import MPI
 
         group, world = self.mpi.Get_group(), MPI.COMM_WORLD.Get_group()
@@ -302,7 +309,7 @@ class MpiTransport(Transport):
         return self.name_of_world(world_ranks, self._numbers)
 
     def progress(self) -> None:
-        """Let MPI, which does nothing unless it is called, send what it has kept for later."""
+        """Call MPI once, because MPI sends pending data only while it is called."""
         from mpi4py import MPI
 
         MPI.COMM_SELF.Iprobe()
@@ -313,7 +320,7 @@ class MpiTransport(Transport):
         if not isinstance(error, MPI.Exception):
             return error
         if is_death(error):
-            # The news that somebody died may come before the news who.
+            # A death may be known before MPI knows which rank died.
             backoff.poll_until(self._knows_who_died, _NAME_WITHIN, _ASK_EVERY)
             return self._peer_failure(operation, self.endpoint.dead())
         where = f"({self.where})"
@@ -324,7 +331,7 @@ class MpiTransport(Transport):
         return CollectiveError(f"{operation}: MPI reports an error: {error} {where}")
 
     def _peer_failure(self, operation: str, dead: Sequence[int]) -> PeerFailure:
-        """Let all ranks leave their operations, and return the error for this one."""
+        """Abort all ranks' operations, and return the error for this rank."""
         liveness.arm()
         self.revoke()
         what = f"{self.name(dead)} died" if dead else "some rank died, or has given up"
@@ -333,5 +340,5 @@ class MpiTransport(Transport):
     def _knows_who_died(self) -> bool:
         from mpi4py import MPI
 
-        MPI.COMM_SELF.Iprobe()  # as in look_around; the group's own communicator only raises
+        MPI.COMM_SELF.Iprobe()  # not on `self.mpi`, which only raises after a death
         return bool(self.endpoint.dead())

@@ -17,59 +17,60 @@ from collectives.core.errors import MismatchError
 
 __all__ = ["MpiEndpoint", "MpiRequest", "MessageOwner", "is_death"]
 
-# MPI counts are ints in many builds; longer arrays go as several messages.
+# MPI counts are C ints in many builds, so longer arrays are sent as several messages.
 _MESSAGE_BYTES = 1 << 30
 
-# Communicators that are closed, and how many of them are kept before the first is freed. MPI gives
-# the number of one that was freed to a new one: a message that nobody has received, and that comes
-# only then, or in MPICH has come before, would be taken for one of the new communicator.
+# Closed communicators, and how many are kept before the first is freed. MPI reuses the context id
+# of a freed communicator. A message that was never received, and that arrives only then, or in
+# MPICH earlier, would match a receive of the new communicator.
 _closed: deque[MPI.Comm] = deque()
 _MOST_CLOSED = 16
 
-# Every MPI sends so few bytes at once, so that receiving what has come waits for nobody.
+# Every MPI sends messages of this size eagerly, so receiving an arrived one does not block.
 _AT_ONCE_BYTES = 1024
 
-# Messages that nobody waits for any more although MPI may still read or write their memory, and
-# communicators that may still get some: never released.
+# Abandoned messages whose memory MPI may still read or write, and communicators that may still get
+# messages: never released.
 _abandoned: list[object] = []
 
 
 def is_death(error: RuntimeError) -> bool:
-    """Tell whether MPI says by an error that a rank is dead."""
+    """Return whether an MPI error means that a rank is dead or the communicator is revoked."""
     from mpi4py import MPI
 
     codes = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
-    codes -= {MPI.ERR_UNKNOWN}  # what a library without these classes has in their place
+    codes -= {MPI.ERR_UNKNOWN}  # the value of these classes in a library without them
     return isinstance(error, MPI.Exception) and error.Get_error_class() in codes
 
 
 class MessageOwner(Protocol):
-    """Who sends and receives messages."""
+    """Sender and receiver of messages: a transport or a mailbox."""
 
     endpoint: MpiEndpoint
 
-    # For the lengths of what arrives; None where several threads look, or nobody minds.
+    # For the lengths of received messages; None if several threads poll, or lengths are not
+    # checked.
     status: MPI.Status | None
 
     def name(self, ranks: Sequence[int]) -> str:
-        """Name ranks."""
+        """Return the names of ranks, for errors."""
 
     @property
     def where(self) -> str:
-        """This rank, as the last words of an error."""
+        """This rank, for the end of an error."""
 
     def lost(self, message: MpiRequest, error: RuntimeError) -> bool:
-        """Raise what MPI's error means, or give the message up: then it counts as done."""
+        """Raise the library's error for MPI's error, or abandon the message and return True."""
 
 
 class MpiRequest:
-    """One array as one or several messages of MPI, or an operation of MPI's own.
+    """One array as one or several MPI messages, or an operation of MPI.
 
     Args:
-        owner: whose it is.
-        memory: what MPI reads or writes, kept until it has done so.
+        owner: transport or mailbox of the message.
+        memory: memory that MPI reads or writes, kept until completion.
         peer: the rank on the other side.
-        verb: what that one does: "send", "receive", or "enter" an operation of MPI's own.
+        verb: the peer's action: "send", "receive", or "enter" an operation of MPI.
     """
 
     __slots__ = ("_left", "_memory", "_owner", "_peer", "_requests", "verb")
@@ -80,15 +81,15 @@ class MpiRequest:
         self._peer = peer
         self.verb = verb
         self._requests: list[MPI.Request] = []
-        self._left = 0  # bytes of the parts that are not done
+        self._left = 0  # bytes of the incomplete parts
 
     def start(self, begin: Callable[..., MPI.Request], tag: int) -> MpiRequest:
-        """Send or receive the memory by `Isend` or `Irecv`; returns the message."""
+        """Send or receive the memory by `Isend` or `Irecv`; return this message."""
         array: Array = self._memory
         endpoint = self._owner.endpoint
         self._left = nbytes = array.nbytes
         try:
-            if nbytes <= _MESSAGE_BYTES:  # nearly always: a microsecond here is one per message
+            if nbytes <= _MESSAGE_BYTES:  # the common case, kept short for latency
                 self._requests.append(begin((array, nbytes, endpoint.byte), self._peer, tag))
                 endpoint.live.add(self)
                 return self
@@ -101,12 +102,12 @@ class MpiRequest:
         return self
 
     def add(self, request: MPI.Request) -> None:
-        """Wait for this request, too."""
+        """Add an MPI request, for which `done` then also waits."""
         self._requests.append(request)
         self._owner.endpoint.live.add(self)
 
     def done(self) -> bool:
-        """Make progress and tell whether the memory may be used again."""
+        """Make progress, and return whether the memory may be reused."""
         requests = self._requests
         if not requests:
             return True
@@ -121,6 +122,7 @@ class MpiRequest:
             del requests[0]
             if not requests:
                 owner.endpoint.live.discard(self)
+            # The peer sends, so this is a receive: only there MPI reports the length of the data.
             if status is not None and self.verb == "send":
                 expected = self._left if self._left < _MESSAGE_BYTES else _MESSAGE_BYTES
                 self._left -= expected
@@ -129,7 +131,7 @@ class MpiRequest:
         return True
 
     def give_up(self) -> bool:
-        """Count as done; what may still be under way keeps its memory."""
+        """Count as complete; requests that may still be pending keep their memory."""
         if self._requests:
             _abandoned.append({self})
             self._requests = []
@@ -137,14 +139,14 @@ class MpiRequest:
         return True
 
     def describe(self) -> str:
-        """Say whom this waits for."""
+        """Return the event that this waits for."""
         if self.verb == "enter":
             return "the other ranks to enter MPI's own operation"
         return f"{self._owner.name([self._peer])} to {self.verb} {self._memory.nbytes} bytes"
 
     @property
     def peers(self) -> Sequence[int]:
-        """The rank that this waits for."""
+        """The awaited rank."""
         return (self._peer,)
 
     def _wrong_length(self, expected: int, got: int) -> MismatchError:
@@ -155,10 +157,10 @@ class MpiRequest:
 
 
 class MpiEndpoint:
-    """A private communicator, and the messages under way on it.
+    """A private communicator, and its pending messages.
 
     Args:
-        comm: the ranks that take part. Collective: all of them must construct it together.
+        comm: the ranks. *Collective*: all of them must construct the endpoint.
         owned: whether `comm` was made for this endpoint alone, and needs no duplicate.
     """
 
@@ -167,21 +169,21 @@ class MpiEndpoint:
 
         self.mpi = comm if owned else comm.Dup()
         self.byte = MPI.BYTE
-        # Their memory must not be released as long as MPI may touch it.
+        # Messages whose memory must not be released while MPI may access it.
         self.live: set[MpiRequest] = set()
-        self.kept: list[object] = []  # the same of messages that compiled code has begun
+        self.kept: list[object] = []  # the same for messages that compiled code has started
         self._found = MPI.Status()
         self._any = MPI.ANY_SOURCE
 
     @property
     def handles(self) -> tuple[int, int]:
-        """MPI's handles of the communicator and of bytes, as numbers."""
+        """MPI handles of the communicator and of MPI_BYTE, as numbers."""
         from mpi4py import MPI
 
         return MPI._handleof(self.mpi), MPI._handleof(self.byte)
 
     def take(self, tag: int) -> tuple[int, Array] | None:
-        """Return a message that nobody has asked for, if one has come, and its source."""
+        """Return an arrived unsolicited message and its source; None if there is none."""
         message = self.mpi.Improbe(self._any, tag, self._found)
         if message is None:
             return None
@@ -190,7 +192,7 @@ class MpiEndpoint:
         return source, data
 
     def dead(self) -> list[int]:
-        """Return the ranks that MPI knows to be dead; none where it does not tell."""
+        """Return the ranks that MPI knows to be dead; empty if MPI does not report deaths."""
         from mpi4py import MPI
 
         try:
@@ -208,10 +210,10 @@ class MpiEndpoint:
         return sorted(rank for rank in ranks if rank != MPI.UNDEFINED)
 
     def free(self) -> None:
-        """Let go of the communicator, unless messages are under way or MPI has ended."""
+        """Close the communicator, unless messages are pending or MPI has ended."""
         from mpi4py import MPI
 
-        # With messages under way, freeing would wait for what never becomes complete.
+        # With pending messages `Comm.Free` would wait for messages that never complete.
         under_way = self.live or self.kept
         if self.mpi != MPI.COMM_NULL and not MPI.Is_finalized() and not under_way:
             _closed.append(self.mpi)
@@ -220,7 +222,7 @@ class MpiEndpoint:
                 self._free_closed(_closed.popleft())
 
     def _free_closed(self, closed: MPI.Comm) -> None:
-        """Free a communicator after what nobody has received; keep it where that might wait."""
+        """Receive leftover messages and free a communicator; keep it if that might block."""
         from mpi4py import MPI
 
         try:
@@ -231,11 +233,11 @@ class MpiEndpoint:
                 data = np.empty(self._found.count, np.uint8)
                 closed.Recv((data, self.byte), self._found.source, self._found.tag)
             closed.Free()
-        except MPI.Exception:  # a rank of it has died, of which this call is not about
+        except MPI.Exception:  # one of its ranks has died, which does not concern this call
             _abandoned.append(closed)
 
     def __del__(self) -> None:
-        # Messages are dropped unfinished when an error or Ctrl-C ended the operation.
+        # An error or Ctrl-C that ended an operation leaves messages incomplete.
         for memory in (getattr(self, "live", None), getattr(self, "kept", None)):
             if memory:
                 _abandoned.append(memory)

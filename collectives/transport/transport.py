@@ -1,8 +1,8 @@
 """Transport interface: send and receive one array, with a deadline.
 
-Algorithms see a `Transport`: two operations that start a message (`start_send`, `start_receive`)
-and one that waits for some of them. A message that has been started holds a reference to its
-memory until it is complete, also when a wait ends with an error.
+Algorithms see a `Transport`: two operations start a message (`start_send`, `start_receive`), and
+one waits for some messages. A started message holds a reference to its memory until it is
+complete, even if a wait raises.
 """
 
 from __future__ import annotations
@@ -32,17 +32,20 @@ from collectives.transport.mailbox import Mailbox
 __all__ = ["Deadline", "NativeMpi", "PendingMessage", "Transport", "describe_ranks", "this_thread"]
 
 
-# A message of no bytes: both sides know that nothing has to be sent.
+# A message of no bytes is complete at once, because both sides know its length.
 _NOTHING = CompletedWait("nothing", (), has_come=True)
 
 
 class NativeMpi(NamedTuple):
-    """What compiled code needs to send messages by MPI.
+    """Addresses and handles with which compiled code sends MPI messages.
 
     Attributes:
-        isend: address of `MPI_Isend`; the next two likewise.
-        comm: MPI's handle as a number; the next one likewise.
-        tag: of all messages of the transport.
+        isend: address of `MPI_Isend`.
+        irecv: address of `MPI_Irecv`.
+        test: address of `MPI_Test`.
+        comm: MPI handle of the communicator, as a number.
+        byte: MPI handle of the datatype `MPI_BYTE`, as a number.
+        tag: tag of all messages of the transport.
     """
 
     isend: int
@@ -54,26 +57,27 @@ class NativeMpi(NamedTuple):
 
 
 class Transport(RankSet, ABC):
-    """Messages among `size` ranks, of which this one is `rank`.
+    """Messages among `size` ranks; this process is `rank`.
 
     Messages between two ranks arrive in the order in which they were started. Arrays are
-    contiguous; both sides must name the same number of bytes. One thread at a time uses it.
+    contiguous, and both sides must name the same number of bytes. A transport is used by one thread
+    at a time.
     """
 
     @property
     def parent(self) -> Transport:
-        """The group by whose numbers errors name ranks: another one if this is a part of it."""
+        """The group whose rank numbers errors use: the larger group if this is a part of one."""
         return self
 
     def parent_rank(self, rank: int) -> int:
-        """Return the number that a rank of this transport has in the whole group."""
+        """Return the number of a rank of this transport in the parent group."""
         return rank
 
     @property
     def native_mpi(self) -> NativeMpi | None:
-        """How compiled code sends messages here, which meet those of Python; None if it cannot.
+        """MPI functions and handles for compiled code; None if this transport has none.
 
-        Equal on all ranks, but for the numbers.
+        Compiled messages match Python's. All ranks return None, or none does.
 
         Raises:
             LaunchError: MPI was started without support for calls of this thread.
@@ -81,12 +85,12 @@ class Transport(RankSet, ABC):
         return None
 
     def error_of(self, code: int, operation: str) -> RuntimeError:
-        """Return what an error means that MPI has told compiled code."""
+        """Return the exception for an MPI error code that compiled code has received."""
         raise NotImplementedError(f"error_of: {type(self).__name__} has no compiled messages")
 
     def retain(self, memory: object) -> None:
-        """Never release what messages of compiled code may still read or write."""
-        raise NotImplementedError(f"keep: {type(self).__name__} has no compiled messages")
+        """Keep memory for the life of the process, as compiled messages may still access it."""
+        raise NotImplementedError(f"retain: {type(self).__name__} has no compiled messages")
 
     @abstractmethod
     def _start_send(self, data: Array, dest: int) -> PendingMessage:
@@ -98,126 +102,132 @@ class Transport(RankSet, ABC):
 
     @abstractmethod
     def split(self, color: int | None, key: int) -> Transport | None:
-        """Make a transport for the ranks that name the same color, ordered by key, then rank."""
+        """Return a transport for the ranks of one color, ordered by key, then rank; *collective*.
+
+        Returns None to a rank whose color is None.
+        """
 
     def members(self, ranks: Sequence[int], tag: int) -> Transport:
-        """Make a transport for some ranks, in this order, which alone call this, with one tag."""
+        """Return a transport for some ranks, in this order; *collective* over these ranks alone."""
         raise NotImplementedError(f"members: {type(self).__name__} is only a part of a transport")
 
     def shrink(self, deadline: Deadline) -> tuple[Transport, list[int]]:
-        """Make a transport for the ranks that live; *collective* over these.
+        """Return a transport for the surviving ranks; *collective* over these.
 
         Returns:
-            It, and the numbers that its ranks have here.
+            the transport, and the old number of each of its ranks.
 
         Raises:
-            CollectiveTimeout: a rank that lives has not come.
-            LaunchError: the ranks cannot outlive each other.
+            CollectiveTimeout: a surviving rank did not enter the call in time.
+            LaunchError: the job does not survive the death of a rank.
         """
         kind = type(self).__name__
         raise LaunchError(f"shrink: ranks of {kind} do not outlive each other")
 
     def agree(self, flag: bool, deadline: Deadline) -> bool:
-        """Tell whether all say yes, and none is dead: the same on all that live; *collective*.
+        """Return whether all ranks passed True and none is dead; *collective* over survivors.
 
-        Errors as `shrink`.
+        All surviving ranks return the same. Raises the errors of `shrink`.
         """
         raise LaunchError(f"agree: ranks of {type(self).__name__} do not outlive each other")
 
     def revoke(self) -> None:  # noqa: B027  (not every transport can do that)
-        """Let all ranks leave what they do here, with `PeerFailure`; nothing can follow."""
+        """Abort pending operations of all ranks with `PeerFailure`; the transport is unusable."""
 
     def channel(self, number: int | None = None) -> Transport:
-        """Return messages among the same ranks that never meet those of this; sends nothing.
+        """Return a transport for the same ranks under another tag; sends nothing.
 
-        It is the same transport under another tag, and closes with it.
+        Its messages never match those of this transport. Both share the communicator and its
+        closing.
 
         Args:
-            number: of the lane, up to 16,383; None for the one of `send` and `recv`.
+            number: channel number, at most 16,383; None for the channel of `send` and `recv`.
         """
-        raise NotImplementedError(f"lane: {type(self).__name__} is only a part of a transport")
+        raise NotImplementedError(f"channel: {type(self).__name__} is only a part of a transport")
 
     def send_nowait(self, head: Array, dest: int) -> PendingMessage:
-        """Start sending at least one byte of which the other side does not know; on a lane."""
-        raise NotImplementedError(f"post: {type(self).__name__} is only a part of a transport")
+        """Start sending an unsolicited message of at least one byte; only on a channel."""
+        name = type(self).__name__
+        raise NotImplementedError(f"send_nowait: {name} is only a part of a transport")
 
     def poll_mailbox(self) -> tuple[int, Array] | None:
-        """Return the next head that has come, from whomever, and its source; on a lane.
+        """Return the next unsolicited message of any rank, as (source, bytes); only on a channel.
 
-        Those of one rank come in the order in which it has posted them; errors as `wait`.
+        Messages of one rank arrive in the order of their sends. Raises the errors of `wait`.
         """
-        raise NotImplementedError(f"collect: {type(self).__name__} is only a part of a transport")
+        name = type(self).__name__
+        raise NotImplementedError(f"poll_mailbox: {name} is only a part of a transport")
 
     def open_mailbox(self) -> Mailbox:
-        """Make a mailbox for the same ranks, independent of this transport; *collective*."""
+        """Open a mailbox for the same ranks, independent of this transport; *collective*."""
         kind = type(self).__name__
         raise NotImplementedError(f"open_mailbox: {kind} is only a part of a transport")
 
     def to_mpi(self) -> Any:
-        """Make a communicator of mpi4py with the same ranks; *collective*.
+        """Return an mpi4py communicator of the same ranks; *collective*.
 
         Raises:
-            TypeError: the ranks are not processes of MPI.
+            TypeError: the ranks are not MPI processes.
         """
         raise TypeError(f"to_mpi: the ranks are not processes of MPI, but of {type(self).__name__}")
 
     @abstractmethod
     def close(self) -> None:
-        """Release what the transport holds; closing twice is harmless."""
+        """Release the resources of the transport; closing twice is harmless."""
 
     def check_peers(  # noqa: B027  (not every transport can tell)
         self, operation: str, peers: Sequence[int] = ()
     ) -> None:
-        """Raise `PeerFailure` if any rank is known to be dead, also one that nothing is due from.
+        """Raise `PeerFailure` if any rank is known to be dead, or a peer has ended its program.
 
-        Also if one that something is due from is known to have ended its program. A wait does this
-        by itself; who waits without messages has to call it, some times a second.
+        `wait` does this by itself. A wait without messages must call it several times a second.
 
         Args:
-            operation: the name that the error carries.
+            operation: name of the operation, for the error.
             peers: the ranks that this one waits for.
         """
 
     def propagate_failure(self, rank: int, how: str) -> None:  # noqa: B027  (not every transport can tell)
-        """Tell ranks that wait for this one why it fails: another one of the group has left.
+        """Propagate the failure of `rank` to the ranks that wait for this one.
 
         Args:
-            rank: who has left.
-            how: as errors say it.
+            rank: the rank that has left.
+            how: reason, in the words of the errors.
         """
 
     def blocking_rank(self, pending: Sequence[PendingMessage]) -> str | None:
-        """Name the rank that all wait for; "" if it owes one of `pending`, None if unknown."""
+        """Return the rank that all wait for; "" if it owes one of `pending`, None if unknown."""
         return None
 
     def check_threads(self, operation: str) -> None:  # noqa: B027  (most transports do not mind)
-        """Refuse to be used by several threads at a time, this transport and others like it.
+        """Raise unless several threads may use MPI at a time.
 
         Raises:
             LaunchError: MPI was started without support for that.
         """
 
     def progress(self) -> None:  # noqa: B027  (not every transport needs it)
-        """Move on messages that are under way while this rank waits for something else."""
+        """Progress pending messages while this rank waits for something else."""
 
     def _explain(self, error: RuntimeError, operation: str) -> RuntimeError:
-        """Return what an error means to callers, who know nothing of how messages travel."""
+        """Return the library's exception for an error of MPI."""
         return error
 
     def start_send(self, data: Array, dest: int) -> PendingMessage:
-        """Start sending `data`; it must not change until the message is done."""
-        if type(data) is not np.ndarray:  # whose memory needs no look: 0.1 us
+        """Start sending `data`; it must not change until the message is complete."""
+        # Host memory needs no synchronization; this test saves NumPy arrays 0.1 us per message.
+        if type(data) is not np.ndarray:
             device.synchronize(data)
         return self._start_send(data, dest) if data.size else _NOTHING
 
     def start_receive(self, into: Array, source: int) -> PendingMessage:
-        """Start receiving exactly `into.nbytes` bytes; `into` is undefined until done."""
+        """Start receiving exactly `into.nbytes` bytes; `into` is undefined until complete."""
         if type(into) is not np.ndarray:
             device.synchronize(into)
         return self._start_receive(into, source) if into.size else _NOTHING
 
     def poll(self, message: PendingMessage, operation: str) -> bool:
-        """Tell whether a message is done, without waiting; errors as those of `wait`."""
+        """Return whether a message is complete, without waiting; raises the errors of `wait`."""
         try:
             return message.done()
         except RuntimeError as error:
@@ -227,17 +237,17 @@ class Transport(RankSet, ABC):
             raise meaning from error
 
     def wait(self, messages: Sequence[PendingMessage], deadline: Deadline) -> None:
-        """Wait until every message is done.
+        """Wait until every message is complete.
 
         Raises:
-            CollectiveTimeout: the deadline has passed; names the ranks that are missing.
+            CollectiveTimeout: the deadline has passed; names the missing ranks.
             PeerFailure: a rank is dead, whether or not this one waits for it.
             MismatchError: a rank sent another number of bytes.
         """
         waits = deadline.waits
         began = 0 if waits is None else time.monotonic_ns()
         try:
-            # One after the other: each poll moves all messages that are under way.
+            # In order, without a look at all: each poll progresses all pending messages.
             for message in messages:
                 polls = 0
                 while not message.done():
@@ -253,8 +263,10 @@ class Transport(RankSet, ABC):
             waits.waited(began, messages)
 
     def _wait_long(self, messages: Sequence[PendingMessage], deadline: Deadline) -> None:
-        """Wait while leaving the core to others, and look after the other ranks."""
+        """Wait with backoff, and check regularly whether the other ranks are alive."""
         wait = Backoff()
+        # Tests all messages, which progresses each of them, and keeps the incomplete ones for
+        # errors.
         while pending := [message for message in messages if not message.done()]:
             deadline.check(self, pending, self.blocking_rank)
             if wait.pause():
@@ -262,7 +274,7 @@ class Transport(RankSet, ABC):
                 self.check_peers(deadline.operation, list(dict.fromkeys(peers)))
 
     def send(self, data: Array, dest: int, deadline: Deadline) -> None:
-        """Send `data` and wait until its memory may be used again."""
+        """Send `data`, and wait until its memory may be reused."""
         self.wait((self.start_send(data, dest),), deadline)
 
     def receive(self, into: Array, source: int, deadline: Deadline) -> None:
@@ -273,6 +285,6 @@ class Transport(RankSet, ABC):
         self, data: Array, dest: int, into: Array, source: int, deadline: Deadline
     ) -> None:
         """Send to one rank while receiving from another, or the same one."""
-        # The receive is posted first, so that data arrives where it belongs without a detour.
+        # The receive is posted first, so that MPI needs no buffer for data that arrives early.
         receive = self.start_receive(into, source)
         self.wait((receive, self.start_send(data, dest)), deadline)

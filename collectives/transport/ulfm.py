@@ -1,20 +1,21 @@
 """ULFM: the surviving ranks agree on who is left and form a new communicator.
 
-Only where the MPI library outlives its ranks: Open MPI >= 5 under `mpirun --with-ft ulfm`.
+Only where the MPI library survives the death of a rank: Open MPI >= 5 under `mpirun --with-ft
+ulfm`.
 
     rank 0             rank 1      rank 2
-    revoke              dead       revoke            whoever waits leaves its operation
+    revoke              dead       revoke            aborts pending operations
     "here" -> 2                    "here" -> 0       within a limit, beside the communicator
     Shrink                         Shrink            MPI agrees on the dead, and leaves them out
     Agree                          Agree             complete on all: it may be revoked from here on
     Iallreduce                     Iallreduce        the number of the new communicator
-    Agree                          Agree             did all come through? else once more
+    Agree                          Agree             did all ranks succeed? else once more
 
-MPI's own calls have no limit. They are made once all surviving ranks are here, so they wait for no
-rank that computes. In a world of some processes only, which have no messages beside their
-communicators, ranks meet by an agreement that is given up at the limit, and wait for each other at
-the end of their programs by another one. `Ishrink`, which could be given up, fails with an internal
-error in Open MPI 5.0.11. A rank that dies meanwhile is left out by the next attempt.
+MPI's own calls have no limit. They start once all surviving ranks have arrived, so they do not wait
+for a rank that computes. A world of only some processes has no messages beside its communicators.
+There ranks synchronize by an agreement that they abandon at the limit. A second agreement
+synchronizes the ends of their programs. `Ishrink`, which a rank could abandon, fails with an
+internal error in Open MPI 5.0.11. If a rank dies meanwhile, the next attempt leaves it out.
 
 Cost: P messages of 16 bytes to and from each rank, and four agreements: milliseconds.
 
@@ -24,10 +25,8 @@ rationale", IJHPCA 27(3), 2013; MPIX_Comm_revoke, MPIX_Comm_shrink and MPIX_Comm
 
 from __future__ import annotations
 
-import atexit
 import contextlib
 import math
-import os
 import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, TypeVar
@@ -35,6 +34,7 @@ from typing import TYPE_CHECKING, TypeVar
 import numpy as np
 
 from collectives.core.errors import CollectiveError, PeerFailure
+from collectives.core.process_hooks import ExitStage, at_exit, in_child
 from collectives.transport import failure_detector, liveness
 from collectives.transport.backoff import IN_RESERVE, Backoff, CompletedWait, Deadline, RankSet
 
@@ -45,31 +45,31 @@ __all__ = ["agree", "shrink_and_make", "is_revoked", "rendezvous", "revoke"]
 
 T = TypeVar("T")
 
-# Seconds between the news that a rank has given a communicator up and the end of the wait for it:
-# that it has come may be known later, since it takes another way.
+# Seconds from seeing that a communicator is revoked to the end of the wait for other ranks: the
+# news that a rank has arrived takes another path, and may be late.
 _GRACE = 0.5
 
-# Of a key: those of communicators are counted.
+# Bits of a communicator's key; the number of a meeting is above them.
 _KEY_BITS = 40
 
-# Two kinds of meetings, as bits: the last one of a communicator, and those before.
+# Kinds of meetings, as bits: any but the last one of a communicator, and the last one.
 _MEETING, _LAST_MEETING = 1, 2
 
-# Communicators of attempts during which a rank has died, and agreements to which not all have come.
-# MPI may still have calls on them.
+# Communicators of attempts during which a rank died, and abandoned agreements. MPI may still have
+# pending calls on them.
 _given_up: list[object] = []
 
-# In a world of some processes only: of those with which this one has gone on.
+# In a world of only some processes: communicators of survivors with which this process resumed.
 _parts: list[MPI.Comm] = []
-os.register_at_fork(after_in_child=_parts.clear)  # a forked child is not a rank
+in_child(_parts.clear)  # a forked child is not a rank
 
 
 def is_revoked(comm: MPI.Comm) -> bool:
-    """Tell whether a rank has revoked a communicator, as far as this one knows."""
+    """Return whether a rank has revoked a communicator, as far as this rank knows."""
     from mpi4py import MPI
 
     with contextlib.suppress(MPI.Exception):
-        comm.Iprobe()  # MPI hears of anything only while it is called
+        comm.Iprobe()  # MPI learns of revocations and deaths only while it is called
     try:
         return comm.Is_revoked()
     except (NotImplementedError, MPI.Exception):
@@ -77,11 +77,11 @@ def is_revoked(comm: MPI.Comm) -> bool:
 
 
 def revoke(comm: MPI.Comm) -> None:
-    """Let all ranks leave what they do on a communicator, where MPI can do that."""
+    """Revoke a communicator, which aborts all ranks' operations on it, if MPI supports that."""
     from mpi4py import MPI
 
     with contextlib.suppress(NotImplementedError, MPI.Exception):
-        # Revoking twice can disturb the other ranks' way out.
+        # Revoking twice can disturb ranks that are leaving their operations.
         if not comm.Is_revoked():
             comm.Revoke()
 
@@ -94,24 +94,24 @@ def rendezvous(
     deadline: Deadline,
     number: int = 0,
 ) -> bool:
-    """Wait until every rank has come or died; tell whether they have come to this meeting.
+    """Wait until every rank has arrived or died; return whether they came to this meeting.
 
     Args:
-        ranks: the group, as errors name it.
-        comm: of these ranks; a rank that has revoked it comes to its last meeting only.
-        numbers: of its ranks in the world.
-        key: of the communicator (`failure_detector.next_key`).
-        deadline: the limit.
-        number: of the meeting, of those that a communicator has; its last one is number 0, and
-            who has come to that one will come to no other.
+        ranks: the group, for the names in errors.
+        comm: communicator of these ranks; a rank that has revoked it goes to the last meeting only.
+        numbers: world ranks of the group.
+        key: key of the communicator (`failure_detector.next_key`).
+        deadline: limit of the wait.
+        number: number of the meeting in its communicator. 0 is the last meeting: a rank that has
+            gone to it goes to no other.
 
     Raises:
-        CollectiveTimeout: a rank that lives has not come; names it, but for a world of some
-            processes only.
-        PeerFailure: one has ended its program, and will not come.
+        CollectiveTimeout: a surviving rank has not arrived; names the rank, except in a world of
+            only some processes.
+        PeerFailure: a rank has ended its program, and cannot arrive.
     """
     world = failure_detector.current
-    if world is None:  # a world of some processes only
+    if world is None:  # a world of only some processes
         return _meet_by_agreement(ranks, comm, deadline, number)
     own = key | number << _KEY_BITS
     others = [rank for rank in range(ranks.size) if rank != ranks.rank]
@@ -120,8 +120,9 @@ def rendezvous(
     give_up_at = math.inf
     while True:
         dead, come = world.meeting_state(own)
-        # First, because a rank may have died after it went to the last meeting. A rank that saw it
-        # there calls Shrink and waits for this rank, which would wait for that one in Agree.
+        # Check this first, because a rank may have died after it went to the last meeting. Another
+        # rank that saw it there calls Shrink and waits for this rank, which would wait for that one
+        # in Agree.
         if number and not world.meeting_state(key).come.isdisjoint(numbers):
             return False
         missing = [rank for rank in others if numbers[rank] not in dead | come]
@@ -143,19 +144,19 @@ def rendezvous(
 
 
 def _meet_by_agreement(ranks: RankSet, comm: MPI.Comm, deadline: Deadline, number: int) -> bool:
-    """Do so where ranks cannot be asked: one that has ended its program is not seen."""
+    """Run `rendezvous` without queries; cannot detect that a rank has ended its program."""
     while True:
         come = _meeting_kinds(ranks, comm, deadline, _MEETING if number else _LAST_MEETING)
         if come or number:
             return bool(come)
-        # Some were at another meeting, which has ended for them, and come to this one.
+        # Some ranks were at another meeting, which has ended for them; they join this one next.
 
 
 def _meeting_kinds(ranks: RankSet, comm: MPI.Comm, deadline: Deadline, kind: int) -> int:
-    """Return the kind of the meeting to which all that live have come; 0 if to several."""
+    """Return the kind of meeting of all surviving ranks; 0 if the kinds differ."""
     from mpi4py import MPI
 
-    bits = np.array([kind], np.intc)  # that of all: bit by bit
+    bits = np.array([kind], np.intc)  # the agreement is a bitwise AND
     others = tuple(rank for rank in range(ranks.size) if rank != ranks.rank)
     absent = [CompletedWait("other ranks to come", others, False)]
     wait = _wait(deadline)
@@ -164,7 +165,7 @@ def _meeting_kinds(ranks: RankSet, comm: MPI.Comm, deadline: Deadline, kind: int
         while not coming.Test():
             deadline.check(ranks, absent)
             wait.pause()
-    except MPI.Exception:  # that a rank has died: they have agreed
+    except MPI.Exception:  # a rank has died; the survivors have agreed
         pass
     except BaseException:
         _given_up.append((coming, bits))
@@ -177,27 +178,30 @@ def _wait(deadline: Deadline) -> Backoff:
 
 
 def agree(comm: MPI.Comm, flag: bool) -> bool:
-    """Tell whether all say yes, and none is dead: the same on all that live; *collective*."""
+    """Return whether all ranks passed True and none is dead; *collective*.
+
+    All surviving ranks return the same.
+    """
     from mpi4py import MPI
 
     try:
         return bool(comm.Agree(int(flag)))
-    except MPI.Exception:  # that a rank has died: on all of them
+    except MPI.Exception:  # a rank has died; raised on all survivors
         return False
 
 
 def shrink_and_make(
     comm: MPI.Comm, make: Callable[[MPI.Comm, MPI.Comm | None], T]
 ) -> tuple[T, list[int]]:
-    """Make something of a communicator of the ranks that live; *collective* over these.
+    """Build an object on a communicator of the surviving ranks; *collective* over these.
 
     Args:
-        comm: revoked, or not.
-        make: called with a communicator of these ranks, and with the one to revoke on errors or
-            None, as `MpiTransport`. Raises `MPI.Exception` or `CollectiveError` if a rank dies.
+        comm: the old communicator, revoked or not.
+        make: called with the new communicator, and with the one to revoke on errors or None, as
+            `MpiTransport`. Raises `MPI.Exception` or `CollectiveError` if a rank dies.
 
     Returns:
-        What was made, and the numbers that its ranks have in `comm`.
+        the object, and the old number of each of its ranks in `comm`.
     """
     from mpi4py import MPI
 
@@ -205,7 +209,7 @@ def shrink_and_make(
     while True:
         _forget_failed_creation()
         part = comm.Shrink()
-        agree(part, True)  # complete on all ranks: it may be revoked from here on
+        agree(part, True)  # complete on all ranks: from here on it may be revoked
         made = None
         try:
             made = make(part, part if is_whole else None)
@@ -226,19 +230,17 @@ def shrink_and_make(
 def _forget_failed_creation() -> None:
     """Unblock the creation of communicators after one that failed because a rank died.
 
-    Open MPI 5.0.11 makes one communicator at a time, in the order of their parents' numbers. A
-    creation that fails keeps its turn, and creations from parents with higher numbers wait for
-    ever. `MPI_COMM_SELF` has nearly the lowest number, so a duplicate of it releases the turn.
+    Open MPI 5.0.11 creates one communicator at a time, in the order of their parents' numbers. A
+    failed creation keeps its turn, and creations from parents with higher numbers block forever.
+    `MPI_COMM_SELF` has nearly the lowest number, so duplicating it releases the turn.
     """
     from mpi4py import MPI
 
     MPI.COMM_SELF.Dup().Free()
 
 
-# Called before what `failure_detector` registers, which waits in a world of all processes.
-@atexit.register
-def _meet_at_end() -> None:
-    """Wait until those with which this process has gone on have ended their programs, or died."""
+def _wait_for_survivors() -> None:
+    """Wait until the surviving ranks that this process resumed with have ended or died."""
     if not _parts:
         return
     from mpi4py import MPI
@@ -248,7 +250,10 @@ def _meet_at_end() -> None:
     liveness.prepare_exit()
     wait = Backoff()
     for coming in [part.Iagree(np.array([1], np.intc)) for part in _parts]:
-        with contextlib.suppress(MPI.Exception):  # that a rank has died: they have agreed
+        with contextlib.suppress(MPI.Exception):  # a rank has died; the survivors have agreed
             while not coming.Test():
                 wait.pause()
     liveness.fire_soon()
+
+
+at_exit(ExitStage.SURVIVORS, _wait_for_survivors)

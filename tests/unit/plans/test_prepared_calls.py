@@ -9,7 +9,7 @@ import collectives as cc
 import inprocess
 from collectives.communicator import group_of
 from collectives.plans.prepared_calls import MessageCall, NodeCall
-from inprocess import world_settings
+from inprocess import on_ranks, world_settings
 
 # Of each, whether it is found again; x is an array of the caller's, changed where it is the result.
 CALLS = {
@@ -44,14 +44,12 @@ def test_a_plan_that_is_found_gives_what_its_first_call_gave(name, count, shared
     inprocess.run_ranks(3, check, settings=world_settings(shared))
 
 
-def test_ranks_that_find_a_plan_by_messages_meet_ranks_that_do_not():
-    def check(comm):
-        x = np.full(7, comm.rank + 1.0)
-        for step in range(4):
-            own = np.repeat(x, 2)[::2] if step % 3 == comm.rank else x  # strided: not looked for
-            assert comm.allreduce(own, op=cc.SUM).tolist() == [6.0] * 7
-        with pytest.raises(cc.MismatchError, match="MAX on rank 1"):
-            comm.allreduce(x, op=cc.MAX if comm.rank == 1 else cc.SUM)
-        assert comm.allreduce(x, op=cc.SUM).tolist() == [6.0] * 7
-
-    inprocess.run_ranks(3, check, settings=world_settings(False))
+@on_ranks(3, settings=world_settings(False))
+def test_ranks_that_find_a_plan_by_messages_meet_ranks_that_do_not(comm):
+    x = np.full(7, comm.rank + 1.0)
+    for step in range(4):
+        own = np.repeat(x, 2)[::2] if step % 3 == comm.rank else x  # strided: not looked for
+        assert comm.allreduce(own, op=cc.SUM).tolist() == [6.0] * 7
+    with pytest.raises(cc.MismatchError, match="MAX on rank 1"):
+        comm.allreduce(x, op=cc.MAX if comm.rank == 1 else cc.SUM)
+    assert comm.allreduce(x, op=cc.SUM).tolist() == [6.0] * 7
