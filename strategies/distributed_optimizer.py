@@ -7,6 +7,7 @@ from collections.abc import Callable, Iterable, Mapping
 from typing import TYPE_CHECKING, Any, Protocol, TypedDict, overload
 
 import collectives as cc
+from collectives import extend
 from strategies.averaging.consistency import Compare
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.averaging.options import AveragingOptions, Early
@@ -23,7 +24,7 @@ __all__ = ["DistributedOptimizer", "OptimizerOptions"]
 
 
 class _OfParameters(Protocol):
-    """An optimizer of PyTorch, as far as its type goes."""
+    """The interface of a PyTorch optimizer, for type checkers."""
 
     param_groups: list[dict[str, Any]]
 
@@ -31,7 +32,7 @@ class _OfParameters(Protocol):
 
 
 class _OfTrees(Protocol):
-    """A transformation of Optax, as far as its type goes."""
+    """The interface of an Optax transformation, for type checkers."""
 
     @property
     def init(self) -> Callable[[Any], Any]: ...
@@ -41,7 +42,7 @@ class _OfTrees(Protocol):
 
 
 class OptimizerOptions(TypedDict, total=False):
-    """The options of `DistributedOptimizer`, which all of its overloads have."""
+    """Options of `DistributedOptimizer`, shared by its overloads."""
 
     named_parameters: Mapping[str, Any] | Iterable[tuple[str, Any]] | None
     comm: cc.Communicator | None
@@ -91,71 +92,73 @@ def DistributedOptimizer(
     compare_every: int | None = None,
     strategy: Any = None,
 ) -> Any:
-    """Make an optimizer that combines the gradients of all ranks, and then does as the given one.
+    """Return an optimizer that combines the gradients of all ranks before each update.
 
-    *Collective*: all ranks, with optimizers of one kind, the same parameters in the same order, and
-    the same options. All ranks compute the same bits from then on, so that parameters that begin
-    equal (`broadcast_parameters`) stay equal. That they do begin equal is compared in the first
-    step: a forgotten broadcast is an error on all ranks.
+    *Collective*: all ranks pass optimizers of one kind, the same parameters in the same order, and
+    the same options. All ranks then compute the same bits, so parameters that are equal at the
+    start (`broadcast_parameters`) stay equal. The first step compares the parameters: a forgotten
+    broadcast raises on all ranks.
 
     Args:
         optimizer: one of `strategies.optimizers`, a `torch.optim.Optimizer`, or a
             `GradientTransformation` of Optax.
-        named_parameters: of PyTorch, such as `model.named_parameters()`: names for errors. Every
-            parameter of the optimizer needs one.
-        comm: the ranks; the whole job if None.
+        named_parameters: for PyTorch, such as `model.named_parameters()`: names for errors. Every
+            parameter of the optimizer needs a name.
+        comm: communicator; None for all ranks of the job.
         op: MEAN or SUM over the ranks.
-        compression: how gradients travel, as for `Communicator.allreduce`; with feedback, every
+        compression: compression of gradients, see `Communicator.allreduce`; with feedback, every
             bucket has its residual. None is `cc.NONE`.
-        backward_passes_per_step: how many passes this rank adds up, without communication, before
-            it updates anything.
-        allow_partial_steps: let a step of PyTorch that finds fewer passes update with these; by
-            default it leaves them for the next step. Of other optimizers each call is a pass.
-        average_aggregated_gradients: divide what was added up by the number of passes; as it is,
-            the passes are summed, as PyTorch does with `.grad`.
-        gradient_predivide_factor: f: gradients are divided by f, added up, and multiplied by
-            f/size. For MEAN only.
-        clip_global_norm: scale averaged gradients down to this norm over all parameters, where it
-            is larger.
-        sparse_as_dense: reduce sparse gradients of PyTorch as dense ones, and make them sparse
-            again for the update.
-        bucket_bytes: after how many bytes of gradients a bucket is full.
-        overlap: reduce gradients of PyTorch while the backward pass computes others. "auto" does so
-            where the ranks are on several nodes and MPI lets several threads send, until three
-            steps in a row had to reduce again. The results are the same: if gradients have changed
-            until `step`, or are those of another number of examples than in the last step, on any
-            rank, all are reduced again. Costs a copy of the gradients and, for changes that PyTorch
-            does not count, two reads (CRC-32C). Of several passes the last one overlaps, where
-            `step` is called once for all of them.
-        compare: what ranks compare in the first step, before anything changes. "all": the bits of
-            the parameters, the class and the settings of the optimizer, such as its learning rate,
-            and its state; the settings also in every later step. "parameters": these alone, where
-            settings differ on purpose. "nothing". Optax has no readable settings: instead its
-            updates in the first two steps are compared, and the floating-point scalars of its state
+        backward_passes_per_step: number of backward passes that a rank accumulates, without
+            communication, before an update.
+        allow_partial_steps: for PyTorch: whether a step with fewer passes updates; by default the
+            passes are kept for the next step. For other optimizers each call is a pass.
+        average_aggregated_gradients: whether to divide accumulated gradients by the number of
+            passes; by default passes are summed, as PyTorch does in `.grad`.
+        gradient_predivide_factor: f: gradients are divided by f, summed, and multiplied by f/size.
+            For MEAN only.
+        clip_global_norm: largest norm of the averaged gradients over all parameters; larger
+            gradients are scaled down to it.
+        sparse_as_dense: reduce sparse PyTorch gradients as dense ones, and convert them back for
+            the update.
+        bucket_bytes: bytes of gradients per bucket.
+        overlap: reduce PyTorch gradients during the backward pass. "auto" overlaps if the ranks are
+            on several nodes and MPI supports sends from several threads, until three consecutive
+            steps had to reduce again. The results are the same: if, on any rank, gradients change
+            before `step`, or the number of examples differs from the last step, all gradients are
+            reduced again. Costs a copy of the gradients and, for changes that PyTorch does not
+            count, two reads (CRC-32C). With several passes the last one overlaps, if `step` is
+            called once for all of them.
+        compare: properties that ranks compare in the first step, before any change. "all": the bits
+            of the parameters, and the optimizer's class, state and settings, such as its learning
+            rate; the settings also in every later step. "parameters": the parameters only, for
+            settings that differ on purpose. "nothing". Optax has no readable settings: its updates
+            in the first two steps are compared instead, and the floating-point scalars of its state
             in every step; parameters only if they are passed to `update`.
-        compare_every: compare again in every so many steps; None: in the first one only.
-        strategy: whose ranks combine gradients, in place of `comm`; of `OneDeviceStrategy` this
-            one alone. Several devices of a process are for optimizers of arrays, which are used in
-            `strategy.run`. A `ParameterServerStrategy` or `SpareReplicaStrategy` makes the steps
-            itself, by an optimizer of this package that takes the same ones
-            (`strategies.optimizers.torch_equivalents`, `optax_equivalents`); beside it
-            `named_parameters` is the only option. *Collective* over its tasks.
+        compare_every: compare again every this many steps; None compares in the first step only.
+        strategy: strategy whose ranks combine gradients, in place of `comm`; for
+            `OneDeviceStrategy` this rank alone. Several devices per process require an optimizer
+            for arrays, called in `strategy.run`. A `ParameterServerStrategy` or
+            `SpareReplicaStrategy` runs the steps itself, with an equivalent optimizer of this
+            package (`strategies.optimizers.torch_equivalents`, `optax_equivalents`); the only other
+            option is then `named_parameters`. *Collective* over its tasks.
 
     Returns:
-        An optimizer of the kind that was given: `AveragingOptimizer`, a `TorchOptimizer`, which is
-        a `torch.optim.Optimizer`, or a `GradientTransformation`.
+        An optimizer of the given kind: `AveragingOptimizer`, a `TorchOptimizer`, which is a
+        `torch.optim.Optimizer`, or a `GradientTransformation`.
 
     Raises:
-        TypeError: there is no such kind of optimizer; on all ranks.
-        ValueError: an option is out of range, the optimizer is wrapped already, a parameter has no
-            name or the name of another, or the strategy does not average so; on all ranks.
-        MismatchError: ranks differ in what they gave; on all ranks.
+        TypeError: the kind of optimizer is unknown; on all ranks.
+        ValueError: an option is out of range, the optimizer is already wrapped, a parameter has no
+            name or a duplicate name, or the strategy does not average this way; on all ranks.
+        MismatchError: arguments differ among ranks; on all ranks.
 
-    Cost: the comparison of settings takes 3 us a step for 11 settings of PyTorch in one parameter
-    group, 18 us for 55 in 5 groups, and no message. The comparison in the first step reads
-    parameters and state once, 60 to 150 ms per GB on the host, and sends 17 bytes to every rank, in
-    place of the message that compares names and shapes; arrays on a device are copied to the host.
+    Cost: the comparison of settings needs no message. It takes 3 us per step for 11 PyTorch
+    settings in one parameter group, 18 us for 55 settings in 5 groups. The comparison in the first
+    step reads parameters and state once, 60 to 150 ms per GB on the host. It sends 17 bytes to
+    every rank, in place of the message that compares names and shapes. Arrays on a device are
+    copied to the host.
     """
+    # In one object, which ranks compare as one text.
     rule = AveragingOptions(
         op=op,
         compression=cc.NONE if compression is None else compression,
@@ -171,6 +174,7 @@ def DistributedOptimizer(
         compare_every=compare_every,
     )
     if strategy is not None:
+        # A strategy that runs the steps itself has no place for options of averaging.
         if comm is not None or (dispatch.is_hosting(strategy) and rule != AveragingOptions()):
             raise ValueError(
                 "DistributedOptimizer: the strategy says how gradients are combined, expected no "
@@ -179,35 +183,42 @@ def DistributedOptimizer(
         if dispatch.is_hosting(strategy):
             return dispatch.wrap_optimizer(optimizer, strategy, named_parameters)
         comm = dispatch.ranks_of(strategy)
-    comm = cc.init() if comm is None else comm
+    # After the branch for strategies: one without MPI must not start it.
+    comm = extend.comm_or_world(comm, "DistributedOptimizer")
 
+    # Within `compare`: an error on one rank raises on all.
     def prepare() -> tuple[_Make, list[str]]:
         rule.check()
         dispatch.check_unwrapped(optimizer)
         make, facts = _recognise(optimizer, named_parameters)
         if strategy is not None:
+            # `facts[0]` is the kind, which decides what a strategy can do with it.
             dispatch.check_averaging(strategy, arrays=facts[0] == _ARRAYS)
         if overlap is True and facts[0] in _AT_ONCE:
             raise ValueError(
                 "DistributedOptimizer: all gradients are there at once, overlap is for optimizers "
                 f"of PyTorch, got {type(optimizer).__name__}"
             )
+        # The options are facts: other ranks would lay out other buckets.
         return make, [*facts, f"options {rule}"]
 
+    # The wrapper is created after the agreement, as its constructor is collective.
     return agreement.compare(comm, "DistributedOptimizer", prepare)(comm, rule)
 
 
 _Make = Callable[[cc.Communicator, AveragingOptions], Any]
 
-# What the ranks compare first. Of these two, all gradients are there before the first is given.
+# Kinds of optimizers, which ranks compare first. These two receive all gradients in one call, so
+# that no overlap is possible.
 _ARRAYS, _JAX = _AT_ONCE = ("kind arrays", "kind jax")
 
 
 def _recognise(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]:
-    """Tell the kind of an optimizer: what wraps it, and what must be equal on all ranks.
+    """Return the wrapper for this kind of optimizer, and the facts that must agree on all ranks.
 
-    No library is imported that the optimizer does not come from.
+    Imports no library except the optimizer's own.
     """
+    # By `sys.modules`: an optimizer of PyTorch exists only if PyTorch is imported.
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
         from strategies.torch import optimizer as of_torch
@@ -216,14 +227,17 @@ def _recognise(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]
         names = parameters.names_of(optimizer, named_parameters)
         facts = parameters.described(optimizer, names)
         return lambda comm, rule: of_torch.TorchOptimizer(optimizer, names, comm, rule), facts
+    # Arrays have names of their own, or none.
     if named_parameters is not None:
         raise ValueError(
             "DistributedOptimizer: named_parameters are for optimizers of PyTorch, got "
             f"{type(optimizer).__name__}"
         )
     _refuse_keras(optimizer)
+    # By methods, so that any optimizer with this interface is accepted.
     if callable(getattr(optimizer, "apply_gradients", None)):
         return lambda comm, rule: AveragingOptimizer(optimizer, comm, rule), [_ARRAYS]
+    # Last, because many objects have methods of these names.
     if all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         from strategies.jax import transformation as of_jax
 
@@ -235,7 +249,8 @@ def _recognise(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]
 
 
 def _refuse_keras(optimizer: Any) -> None:
-    """Refuse an optimizer of Keras, whose `apply_gradients` takes variables of Keras only."""
+    """Reject Keras optimizers, whose `apply_gradients` accepts only Keras variables."""
+    # By module name, so that Keras is not imported for the check.
     roots = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
     if roots & {"keras", "tf_keras", "tensorflow"}:
         raise TypeError(

@@ -7,21 +7,25 @@ from typing import Any, NamedTuple
 
 from strategies.core import gradient_sums
 
-__all__ = ["LocalGradient", "GradientAccumulator"]
+__all__ = ["MIXED_EXAMPLES", "LocalGradient", "GradientAccumulator"]
+
+MIXED_EXAMPLES = "apply_gradients: expected examples for all passes or for none"
+"""Error of passes of one step, some of them without examples."""
 
 
 class LocalGradient(NamedTuple):
-    """What one rank brings to a step.
+    """One rank's contribution to a step.
 
     Attributes:
-        gradients: for each leaf an array of its shape, `Rows`, or None; those of several passes
-            are float32 where they were of 16 bits, so that they are rounded once.
-        weight: what they are multiplied by to be sums over the examples.
-        examples: rows of all passes; None if they were not told.
-        passes: how many backward passes were added up.
-        error: why there are no gradients; it is raised on all ranks.
-        at_once: whether all passes came together, so that the gradients are the optimizer's own.
+        gradients: for each leaf an array of its shape, `Rows`, or None. Sums of several 16-bit
+            gradients are float32, so that they are rounded once.
+        weight: factor that turns the gradients into sums over the examples.
+        examples: rows of all passes; None if unknown.
+        passes: number of backward passes that were added up.
+        error: reason for missing gradients; raised on all ranks.
+        at_once: whether one call delivered all passes, so that the gradients are the optimizer's.
         made_dense: leaves whose sparse gradients were made dense (`sparse_as_dense`).
+        joined: whether this rank has no more data, so that the mean is over the other ranks.
     """
 
     gradients: Sequence[Any]
@@ -31,17 +35,18 @@ class LocalGradient(NamedTuple):
     error: Exception | None = None
     at_once: bool = True
     made_dense: Collection[int] = ()
+    joined: bool = False
 
 
 class GradientAccumulator:
-    """Adds up the gradients of `wanted` backward passes on this rank, which make a step."""
+    """Sums the gradients of the `wanted` backward passes of a step, on this rank."""
 
     def __init__(self, wanted: int) -> None:
         self._wanted = wanted
         self.clear()
 
     def clear(self) -> None:
-        """Forget what was added up."""
+        """Discard all gradients."""
         self.count = 0
         self._sums: list[Any] = []
         self._examples: float | None = None
@@ -56,15 +61,17 @@ class GradientAccumulator:
         count: int = 1,
         complete: bool = False,
     ) -> LocalGradient | None:
-        """Take in the gradients of `count` passes; gives the contribution if these are enough.
+        """Add the gradients of `count` passes; return the contribution if the step is complete.
 
-        They are, too, if they are said to be `complete`. An error, whatever it is, is kept until
-        then, since only then all ranks listen.
+        `complete` ends the step early. Errors are kept until then, because only then all ranks
+        communicate.
         """
+        # The first error counts; later ones are often its consequence.
         self._error = self._error or error
         complete = complete or self.count + count >= self._wanted
-        alone = not self.count and complete  # nothing to add up
+        alone = not self.count and complete  # there is nothing to sum
         try:
+            # After an earlier error only the checks run: its sums would be discarded.
             self._check(gradients, examples)
             if not alone and self._error is None:
                 weight = 1 if examples is None else examples
@@ -73,7 +80,7 @@ class GradientAccumulator:
                     gradient_sums.add(s, g, weight) for s, g in zip(known, gradients, strict=True)
                 ]
             self._examples = None if examples is None else (self._examples or 0) + examples
-            # Sums over examples would not fit a bucket of 16 bits, means do.
+            # Sums over examples may overflow a bucket of 16-bit floats, means do not.
             means = (
                 [gradient_sums.divided(s, self._examples or 1) for s in self._sums]
                 if complete
@@ -82,23 +89,26 @@ class GradientAccumulator:
         except Exception as caught:
             self._error = self._error or caught
             means = []
+        # Also after an error, so that this rank completes its step together with all ranks.
         self.count += count
         if not complete:
             return None
         if alone:
             weight = 1.0 if self._examples is None else self._examples
-            given = gradients if weight else [None] * len(gradients)  # NaN, maybe, over no rows
+            given = gradients if weight else [None] * len(gradients)  # over 0 rows may be NaN
         else:
+            # A mean over 0 examples may have any weight, because all its gradients are None.
             weight, given = self._examples or 1, means
         whole = LocalGradient(given, weight, self._examples, self.count, self._error, alone)
+        # Before the next step starts, also if the caller raises the error.
         self.clear()
         return whole
 
     def _check(self, gradients: Sequence[Any], examples: float | None) -> None:
-        """Refuse a pass that differs from those before."""
+        """Raise if a pass differs from the previous ones."""
         gradient_sums.check_examples(examples)
         if self.count and (examples is None) != (self._examples is None):
-            raise ValueError("apply_gradients: expected examples for all passes or for none")
+            raise ValueError(MIXED_EXAMPLES)
         if self._sums and len(self._sums) != len(gradients):
             raise ValueError(
                 f"apply_gradients: a pass differs from the last one, expected {len(self._sums)} "

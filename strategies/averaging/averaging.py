@@ -1,11 +1,11 @@
 """Gradient averaging over all ranks, shared by arrays, PyTorch and JAX.
 
-One step is two exchanges. The first is small and precedes the gradients: it finds whether a rank
-refuses, whether parameters have changed, whether the settings of the optimizers are equal, how many
-examples there are, and which ranks have a gradient for which parameter, dense or sparse. The second
-reduces the gradients: dense ones in buckets, which are planned once, sparse ones row by row. With
-`overlap` the second runs during the backward pass; `prepare` also lets the first step overlap.
-Without it, gradients may be written to their `places` before the step.
+One step is two exchanges. The first is small and precedes the gradients. It finds errors, changed
+parameters and different settings, counts examples, and finds which ranks have a gradient for which
+parameter, dense or sparse. The second reduces the gradients: dense ones in buckets, which are
+planned once, sparse ones row by row. With `overlap` the second runs during the backward pass;
+`prepare` also overlaps the first step. Without it, gradients may be written to their `places`
+before the step.
 """
 
 from __future__ import annotations
@@ -35,13 +35,13 @@ from strategies.optimizers.clipping import clip_by_global_norm
 
 __all__ = ["Averaging"]
 
-# Bytes of a bucket that is to be reduced during the backward pass: smaller ones begin earlier.
+# Bytes of a bucket reduced during the backward pass; smaller buckets start earlier.
 # `benchmarks/overlap.py`, 34 MB between 2 machines at 1 Gbit/s, ms per step: 2 MiB 435, 4 MiB 430,
 # 8 MiB 437, 16 MiB 488.
 _OVERLAPPED_BYTES = 4 << 20
 
-# Steps in a row whose gradients were reduced early in vain, after which "auto" reduces in the step:
-# a program that changes its gradients before each step would send all of them twice.
+# Consecutive steps with discarded early reductions after which "auto" reduces in the step. A
+# program that changes its gradients before each step would otherwise send all of them twice.
 _MISSES = 3
 
 _EQUAL_METRIC = (
@@ -55,17 +55,17 @@ class Averaging:
 
     Args:
         comm: the ranks.
-        rule: how.
+        rule: options of the averaging.
         settings: returns the optimizer's settings by name; compared in every step.
-        state: returns the facts of the optimizer's state; compared together with the leaves. None
+        state: returns the facts of the optimizer's state, compared together with the leaves. None
             if the leaves are not the parameters: the caller then compares in the steps in which
             `due` is set.
-        one_by_one: gradients come before the step, one after the other.
+        one_by_one: whether gradients arrive before the step, one by one.
 
     Attributes:
-        due: whether ranks compare parameters in this step, if the rule says so; on all or on none.
-        overlaps: whether gradients are reduced before the step; on all or on none.
-        overlap: what takes them for the next step, if they are; on all or on none.
+        due: whether ranks compare parameters in this step if the rule requires it; the same on all.
+        overlaps: whether gradients are reduced before the step; the same on all ranks.
+        overlap: reductions of the next step, if they overlap; on all ranks or on none.
         made_dense: leaves whose sparse gradient was made dense on any rank in the last step.
     """
 
@@ -83,38 +83,41 @@ class Averaging:
         self.due = False
         self.overlaps = one_by_one and _overlaps(comm, rule)
         self._compares = state is not None and rule.compare != "nothing"
+        # The checksum of an empty dict is constant and costs nothing.
         self._settings = SettingsChecksum(settings if rule.compare == "all" else dict[str, Any])
         self._state = state if state is not None and rule.compare == "all" else list[Fingerprint]
         self._compared: set[ParameterKey] = set()
         self._given: Sequence[ParameterSpec] = ()
         self._leaves: list[ParameterSpec] = []
         self._keys: list[ParameterKey] = []
+        # For no leaves: the first step marks `changed` and makes an exchange of its size.
         self._exchange = StepExchange(comm)
         self._bucketed = GradientBuckets(comm, self._op, rule.compression)
         self._steps = 0
-        self._guessed = False  # which leaves have gradients
-        self._misses = 0  # steps in a row whose early reductions were in vain
+        self._guessed = False  # whether the buckets are for a guess of the leaves with gradients
+        self._joined = 0  # number of ranks that had joined in the last step
+        self._misses = 0  # consecutive steps whose early reductions were discarded
         self.made_dense: Sequence[int] = ()
         self.overlap: Overlap | None = None
 
     @property
     def places(self) -> dict[int, Any]:
-        """The tensors of buckets in host memory, by their leaves; see `GradientBuckets`."""
+        """Leaf -> its tensor in a bucket, for buckets in host memory; see `GradientBuckets`."""
         return self._bucketed.places
 
     def prepare(self, leaves: Sequence[ParameterSpec], trained: Collection[int]) -> None:
-        """Let the gradients of the first step be reduced before it.
+        """Allow the gradients of the first step to be reduced before it.
 
-        *Collective*: all ranks, with the same leaves. It is taken that all that are trained on any
-        rank will have dense gradients, and that no rank tells examples; else the first step reduces
-        again, as any other.
+        *Collective*: all ranks, with the same leaves. The assumption is that all leaves trained on
+        any rank will have dense gradients, and that no rank passes examples. Otherwise the first
+        step reduces again, like any other.
 
         Args:
-            leaves: the parameters, which are not compared yet but for what they are.
-            trained: those that may have gradients on this rank.
+            leaves: the parameters; only their specifications are compared here.
+            trained: leaves that may have gradients on this rank.
 
         Raises:
-            MismatchError: ranks differ in their parameters; on all.
+            MismatchError: ranks differ in their parameters; on all ranks.
         """
         consistency.compare(
             self.comm, OPERATION, lambda: [leaf.fingerprint(False) for leaf in leaves]
@@ -122,12 +125,14 @@ class Averaging:
         self._leaves, self._exchange = list(leaves), StepExchange(self.comm, len(leaves))
         marks = np.zeros(len(leaves), np.uint8)
         marks[list(trained)] = 1
+        # A leaf trained on any rank needs a place on all ranks, which reduce the same buckets.
         wanted = set(np.flatnonzero(self.comm.allreduce(marks, op=cc.MAX)).tolist())
         if wanted:
             self._guessed = True
             self._allocate(wanted)
+            # The guess: a complete step without examples.
             first = LocalGradient([], passes=self.rule.backward_passes_per_step)
-            self.overlap = self._reduce_overlapped(self._scale(0.0, first), first)
+            self.overlap = self._reduce_overlapped(self._scale(None, first), first)
 
     def average(
         self,
@@ -141,24 +146,42 @@ class Averaging:
 
         Args:
             leaves: the parameters.
-            contribution: of this rank.
-            unchanged: leaves whose gradients are as they were when `overlap` got them.
+            contribution: this rank's contribution.
+            unchanged: leaves whose gradients have not changed since `overlap` received them.
 
         Returns:
-            For each leaf an array of its kind, in memory that is overwritten by the next step,
-            `Rows`, or None if no rank has a gradient. The same bits on all ranks.
+            For each leaf an array of its kind, in memory that the next step overwrites, `Rows`, or
+            None if no rank has a gradient. The same bits on all ranks.
 
         Raises:
-            MismatchError: ranks differ in their parameters, in other things that the rule
-                compares, or in the number of steps; on all.
+            MismatchError: ranks differ in their parameters, in other facts that the rule compares,
+                or in the number of steps; on all ranks.
             ValueError: examples are missing, or a gradient is sparse on some ranks only; on all.
             Exception: the error of a contribution; on all ranks.
         """
         try:
             return self._average(leaves, contribution, unchanged)
         except Exception:
+            # The average is not used, so its rounding errors must not enter the next step.
             self._bucketed.restore_feedback()
             raise
+
+    def join(self, leaves: Sequence[ParameterSpec] | None = None) -> None:
+        """Take part in the steps of the other ranks without data, until all ranks call this.
+
+        *Collective*. This rank's parameters do not change.
+
+        Args:
+            leaves: the parameters; None for those of the last step.
+
+        Raises:
+            ValueError: `leaves` is None in the first step of the other ranks; on all ranks.
+            MismatchError: as `average`.
+        """
+        known = self._given if leaves is None else leaves
+        self._joined = 0
+        while self._joined < self.comm.size:
+            self.average(known, LocalGradient([None] * len(known), joined=True))
 
     def _average(
         self,
@@ -166,58 +189,79 @@ class Averaging:
         contribution: LocalGradient,
         unchanged: Collection[int],
     ) -> list[Any]:
+        # First, so that the step numbers of all ranks stay equal after an error.
         self._steps += 1
         bits = np.zeros(BITS)
         try:
             bits = self._settings.checksum()
-        except Exception as error:  # of a schedule
+        except Exception as error:  # raised by a schedule
+            # A bad schedule must not skip the exchange, because other ranks wait in it.
             contribution = contribution._replace(error=contribution.error or error)
+        # Taken from `self`, so that an exception below does not finish it a second time.
         overlap, self.overlap = self.overlap, None
+        # Finish on every rank, even if this rank cannot use the results: it is collective.
         reduced = [] if overlap is None else overlap.finish()
         if overlap is not None and overlap.error is not None:
             contribution = contribution._replace(error=contribution.error or overlap.error)
-        retry = overlap is None or not overlap.matches(contribution, unchanged)
+        # Where a rank has joined, the scale of gradients reduced early was that of more ranks.
+        retry = (
+            overlap is None or contribution.joined or not overlap.matches(contribution, unchanged)
+        )
         status = self._exchange_header(leaves, contribution, retry, bits)
         new = False
         if status.changed and not status.refused:
-            new = self._check_parameters(leaves)
+            # A rank with changed leaves could not send facts per leaf: compare the parameters,
+            # resize the exchange to them, and repeat it.
+            new = self._check_parameters(leaves, contribution.joined)
+            # `_check_parameters` may have closed the buckets, and with them the early results.
             retry = retry or self._bucketed.buckets is None
             status = self._exchange_header(leaves, contribution, retry, bits)
+        # Errors first: a rank with an error has sent no facts per leaf.
         if status.refused:
             raise_everywhere(contribution.error, self.comm, "apply_gradients")
+        self._joined = status.joined
+        if status.joined == self.comm.size:
+            return []
         status.check(self.comm, self.rule, self._steps, [leaf.name for leaf in self._leaves])
+        # The checksum only shows that settings differ; this exchange finds which and where.
         if status.settings_differ:
             consistency.compare(self.comm, OPERATION, self._settings.facts, remedy=_EQUAL_METRIC)
+        # `status.retry` counts all ranks, so a miss of one rank is a miss of all.
         self._misses = self._misses + 1 if overlap is not None and status.retry else 0
+        # `status` is the same on all ranks, so all of them stop overlapping in the same step.
         if self._misses == _MISSES and self.rule.overlap == "auto":
             self.overlaps = False
         self._compare(leaves, new)
-        scale = self._scale(status.examples, contribution)
+        scale = self._scale(status, contribution)
         results = self._combine(contribution.gradients, status, scale, reduced)
         self.made_dense = status.made_dense
         if self._guessed:
             self._reconcile(status.dense)
-        # Where passes were added up before, their sum is known in the step only, on any rank.
+        # If any rank sums its passes itself, the sum exists only in the step: no overlap.
         if self.overlaps and self._bucketed.buckets is not None and not status.apart:
             self.overlap = self._reduce_overlapped(scale, contribution)
         return results
 
     def _reduce_overlapped(self, scale: float, contribution: LocalGradient) -> Overlap:
-        """Let the gradients of the next step be reduced before it."""
+        """Start the reductions of the next step."""
         return Overlap(self._bucketed.buckets, self._bucketed.members, scale, contribution)
 
     def _combine(
         self, gradients: Sequence[Any], status: StepHeader, scale: float, reduced: Sequence[Any]
     ) -> list[Any]:
-        """Make the second exchange, unless all ranks have `reduced` what this step needs."""
+        """Return the combined gradients; reduce unless `reduced` is valid on all ranks."""
         wanted, bucketed = status.dense, self._bucketed
+        # Both conditions are equal on all ranks: sums of the exchange, and members made together.
         if wanted and (status.retry or not wanted <= set(bucketed.members)):
+            # The results of early reductions are discarded, and so are their rounding errors.
             bucketed.restore_feedback()
             self._allocate(wanted)
             reduced = bucketed.reduce(
                 [gradients[i] if i in wanted else None for i in bucketed.members], scale
             )
         results: list[Any] = [None] * len(gradients)
+        # Not strict: without a dense gradient `reduced` may be empty. A place without a gradient on
+        # any rank holds zeros, which are ignored.
         for i, result in zip(bucketed.members, reduced, strict=False):
             if i in wanted:
                 results[i] = self._finish(result)
@@ -226,32 +270,33 @@ class Averaging:
         return results
 
     def _reconcile(self, wanted: set[int]) -> None:
-        """Have buckets for no other leaves than those of the first step."""
+        """Keep buckets only for the leaves of the first step."""
         self._guessed = False
         if wanted < set(self._bucketed.members):
             self._bucketed.close()
             self._allocate(wanted)
 
     def _allocate(self, wanted: set[int]) -> None:
-        """Have buckets with a place for each of these leaves."""
+        """Make buckets for these leaves."""
         nbytes = self.rule.bucket_bytes or (_OVERLAPPED_BYTES if self.overlaps else None)
         self._bucketed.make(self._leaves, wanted, nbytes)
 
     def clip(self, gradients: Sequence[Any]) -> None:
-        """Shorten averaged gradients to the norm that the rule allows.
+        """Scale averaged gradients down to the norm that the rule allows.
 
-        *Collective* where the rule clips. Gradients that are not finite are left as they are, for
-        whoever looks for them.
+        *Collective* if the rule clips. Gradients that are not finite are left unchanged, so that
+        the caller can detect them.
 
         Args:
-            gradients: arrays, the same on all ranks, or None; of sparse ones the values.
+            gradients: arrays, the same on all ranks, or None; for sparse gradients the values.
         """
         limit = self.rule.clip_global_norm
         if limit is None:
             return
-        # Each rank measures its share, and all join the same shares: the same bits everywhere.
+        # Each rank computes the norm of its share. All combine the same shares, so the bits agree.
         rank, size = self.comm.rank, self.comm.size
         flat = [array_ops.in_memory_order(g) for g in gradients if g is not None]
+        # The shares cover the array without gaps, even if P exceeds the number of elements.
         shares = [g[len(g) * rank // size : len(g) * (rank + 1) // size] for g in flat]
         _, norm = clip_by_global_norm(shares, limit, self.comm)
         if limit < norm < math.inf:
@@ -261,6 +306,7 @@ class Averaging:
 
     def close(self) -> None:
         """Release the buckets; *collective*."""
+        # Its reductions have started, and other ranks wait in them.
         overlap, self.overlap = self.overlap, None
         if overlap is not None:
             overlap.finish()
@@ -273,25 +319,35 @@ class Averaging:
         retry: bool,
         settings: npt.NDArray[np.float64],
     ) -> StepHeader:
-        """Make the first exchange."""
+        """Run the first exchange."""
+        # Identity first: callers may reuse their list, and comparing all keys costs more.
         changed = leaves is not self._given and self._keys != [leaf.key for leaf in leaves]
         return self._exchange(
             contribution, steps=self._steps, retry=retry, changed=changed, settings=settings
         )
 
-    def _check_parameters(self, leaves: Sequence[ParameterSpec]) -> bool:
-        """Compare the parameters of all ranks, and make room for them; tells if any are new."""
+    def _check_parameters(self, leaves: Sequence[ParameterSpec], joined: bool) -> bool:
+        """Compare the parameters of all ranks and allocate for them; return if any are new."""
         keys = [leaf.key for leaf in leaves]
+        # Values are read once per parameter: after that, `compare_every` decides.
         new = set(keys) - self._compared
         compared = new if self._compares else set()
 
         def facts() -> list[Fingerprint]:
+            if joined and not leaves:
+                raise ValueError(
+                    "join: this rank has made no step, so its variables are unknown, expected a "
+                    "step with examples=0"
+                )
+            # Settings and state only the first time: later steps compare the settings by checksum.
             own = [] if self._compared else self._facts()
             return own + [leaf.fingerprint(leaf.key in compared) for leaf in leaves]
 
         consistency.compare(self.comm, OPERATION, facts)
+        # Buckets are laid out for the old leaves.
         if keys != [leaf.key for leaf in self._leaves]:
             self.close()
+        # A shared array and a plan per size; all ranks drop the old ones together.
         self._exchange = StepExchange(self.comm, len(leaves))
         self._given, self._leaves, self._keys = leaves, list(leaves), keys
         self._compared |= new
@@ -301,11 +357,12 @@ class Averaging:
         return self._settings.facts() + self._state()
 
     def _compare(self, leaves: Sequence[ParameterSpec], new: bool) -> None:
-        """Compare the parameters again, if it is time; where some are `new` they just were."""
+        """Compare the parameters again if it is due, unless `new` ones were compared just now."""
         every = self.rule.compare_every
-        again = every is not None and self._steps % every == 0
-        # Also the second step, for the caller: a rate that warms up often begins at zero, and of
-        # such a step nothing shows but the parameters.
+        # The parameters of ranks that have joined are those of earlier steps.
+        again = every is not None and self._steps % every == 0 and not self._joined
+        # Also in the second step: a warm-up often starts at rate 0, so only the parameters after
+        # its step show a difference.
         self.due = self.rule.compare != "nothing" and (new or again or self._steps <= 2)
         if again and not new and self._compares:
             consistency.compare(
@@ -315,30 +372,37 @@ class Averaging:
                 earlier="in an earlier step",
             )
 
-    def _scale(self, examples: float, contribution: LocalGradient) -> float:
-        """Return what this rank's gradients are multiplied by before they are combined."""
-        if contribution.examples is not None:
-            scale = contribution.weight * self.comm.size / examples
+    def _scale(self, status: StepHeader | None, contribution: LocalGradient) -> float:
+        """Return the factor of this rank's gradients; None assumes a step without examples."""
+        size = self.comm.size
+        # MEAN divides by the number of ranks, but the mean is over all examples, or over the ranks
+        # that have data.
+        if status is not None and contribution.examples is not None:
+            scale = contribution.weight * size / status.examples
         else:
             scale = 1 / contribution.passes if self.rule.average_aggregated_gradients else 1.0
+            if status is not None and status.joined and self.rule.op is cc.MEAN:
+                scale *= size / (size - status.joined)
+        # Divided in two parts, so that 16-bit sums do not overflow: here and in `_finish`.
         return scale / self.rule.gradient_predivide_factor
 
     @property
     def _op(self) -> Any:
-        """How the scaled gradients are combined."""
+        """Reduction of the scaled gradients."""
         return self.rule.op if self.rule.gradient_predivide_factor == 1 else cc.SUM
 
     def _finish(self, result: Any) -> Any:
-        """Make the mean of a sum, where the division was split."""
+        """Apply the second part of a split division."""
         if self.rule.gradient_predivide_factor != 1:
             result *= self.rule.gradient_predivide_factor / self.comm.size
         return result
 
     def _average_rows(self, leaf: ParameterSpec, gradient: Rows | None, scale: float) -> Rows:
         if gradient is None:
+            # A rank without rows takes part with none, because the exchange is collective.
             indices, values = np.empty(0, np.int64), leaf.like[:0]
         else:
-            # In the dtype of all ranks: rows of one index that were added up may be wider.
+            # In the common dtype of all ranks, because summed rows may be wider.
             values = array_ops.astype(gradient.values * scale, array_ops.dtype_name(leaf.like))
             indices = gradient.indices
         found, rows = self.comm.sparse_allreduce(
@@ -348,7 +412,7 @@ class Averaging:
 
 
 def _overlaps(comm: cc.Communicator, rule: AveragingOptions) -> bool:
-    """Tell whether gradients are to be reduced before the step; on all ranks or on none.
+    """Return whether gradients are reduced before the step; the same on all ranks.
 
     On one node the exchange takes less time than a second thread takes from the backward pass:
     `benchmarks/torch_step.py`, 102 MB, 2 ranks on 2 cores: 124 ms a step without, 155 with overlap.
@@ -357,4 +421,5 @@ def _overlaps(comm: cc.Communicator, rule: AveragingOptions) -> bool:
         return rule.overlap
     if comm.num_nodes == 1:
         return False
+    # On all ranks or on none, because all ranks must reduce the same buckets.
     return bool(comm.allreduce(extend.supports_threads(comm), op=cc.MIN))

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import sys
+from collections import Counter
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
@@ -10,26 +11,25 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 import collectives as cc
+from collectives import extend
 from strategies.checkpoint.state_protocols import as_key, key_data, key_kind
 from strategies.core import agreement
 from strategies.core.array_ops import dtype_name, is_array
 from strategies.core.pytree import (
-    WHOLE,
     extra_states,
-    flatten_registered,
     is_module,
-    is_pair,
     map_leaves,
     named_leaves,
+    replace_named_leaves,
     state_dict_of,
     value_of,
 )
 
 __all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
 
-P = TypeVar("P")  # parameters, or whatever holds a state
+P = TypeVar("P")  # parameters, or an object with a state
 
-# What a value in a state may be beside arrays and containers.
+# Types of values in a state besides arrays and containers.
 _SCALARS = (bool, int, float, str, type(None))
 
 
@@ -44,26 +44,26 @@ def broadcast_parameters(
 def broadcast_parameters(
     parameters: Any, root: int = 0, *, comm: cc.Communicator | None = None
 ) -> Any:
-    """Give every rank the parameters of one.
+    """Broadcast the parameters of one rank to all ranks.
 
     *Collective*: all ranks, with the same names, shapes and dtypes.
 
     Args:
-        parameters: a module of PyTorch: its parameters, all its buffers, persistent or not, and
-            its pickled extra state (`set_extra_state`); or arrays of any kind, or variables:
+        parameters: a PyTorch module: its parameters, all its buffers, persistent or not, and its
+            pickled extra state (`set_extra_state`); or arrays of any kind, or variables:
             `module.named_parameters()`, a list, or a tree of dicts, lists and tuples. Dicts are
-            compared by their keys, whatever their order.
-        root: whose parameters.
-        comm: the ranks; the whole job if None.
+            matched by key, in any order.
+        root: rank with the parameters.
+        comm: the ranks; None for the whole job.
 
     Returns:
-        The module, or the same structure. Arrays that can be written, such as tensors and
-        variables, are changed in place and returned; in the place of others, such as JAX arrays and
-        numbers, stand new ones.
+        The module, or the same structure. Writable arrays, such as tensors and variables, are
+        changed in place and returned. Other values, such as JAX arrays and numbers, are replaced.
 
     Raises:
-        TypeError: something is not an array; on all ranks.
-        ValueError: no such root; on all ranks.
+        TypeError: a leaf is not an array; on all ranks.
+        ValueError: `root` is not a rank, or two leaves have the same path, such as the keys 1 and
+            "1"; on all ranks.
         MismatchError: names, shapes or dtypes differ; on all ranks.
 
     Example:
@@ -72,30 +72,41 @@ def broadcast_parameters(
         >>> broadcast_parameters(weights)["b"].tolist()
         [1.0]
     """
-    comm = cc.init() if comm is None else comm
+    comm = extend.comm_or_world(comm, "broadcast_parameters")
 
     def prepare() -> tuple[Any, list[str]]:
         _check_root(root, comm, "broadcast_parameters")
+        # An iterator can be read only once, but its leaves are needed twice.
         given = list(parameters) if isinstance(parameters, Iterator) else parameters
+        # Named in sorted order, so that the ranks broadcast dicts with other orders of keys alike.
         leaves = list(named_leaves(state_dict_of(given)))
+        # The received arrays are matched by name, so equal names would merge two leaves.
+        for name, count in Counter(name for name, _ in leaves).items():
+            if count > 1:
+                raise ValueError(
+                    f"broadcast_parameters: expected one leaf per name, got {count} ({name})"
+                )
         facts = [_describe(name, leaf) for name, leaf in leaves]
         extra = extra_states(given) if is_module(given) else {}
         own = {}
+        # Only the root's extra state is needed, and reading it may be expensive.
         if comm.rank == root:
             own = {name: module.get_extra_state() for name, module in extra.items()}
+        # The root is a fact as well: with different roots the broadcasts would deadlock.
         return (given, leaves, extra, own), [f"root {root}", *facts, *extra]
 
     given, leaves, extra, own = agreement.compare(comm, "broadcast_parameters", prepare)
+    # All ranks have agreed on names, dtypes and shapes, so the sequence of broadcasts is the same.
     received = {name: _receive(leaf, root, comm) for name, leaf in leaves}
     if extra:
         _set_extra(comm.broadcast_object(own, root), extra, root, comm)
-    return given if is_module(given) else _rebuild(given, "", received)
+    return given if is_module(given) else replace_named_leaves(given, received)
 
 
 def _set_extra(
     states: Mapping[str, Any], extra: Mapping[str, Any], root: int, comm: cc.Communicator
 ) -> None:
-    """Set the root's extra states in the modules of all other ranks."""
+    """Load the root's extra states on all other ranks."""
 
     def load() -> tuple[None, list[str]]:
         if comm.rank != root:
@@ -103,55 +114,60 @@ def _set_extra(
                 module.set_extra_state(states[name])
         return None, []
 
+    # Loading may fail on one rank; `compare` then raises on all.
     agreement.compare(comm, "broadcast_parameters", load)
 
 
 def broadcast_optimizer_state(
     optimizer: P, root: int = 0, *, comm: cc.Communicator | None = None
 ) -> P:
-    """Give every rank the state of one rank's optimizer, also where only that one has a state.
+    """Broadcast the optimizer state of one rank to all ranks, even if no other rank has a state.
 
     *Collective*. Options such as the learning rate are part of the state.
 
     Args:
-        optimizer: whatever has `state_dict` and `load_state_dict`: an optimizer of PyTorch or of
+        optimizer: an object with `state_dict` and `load_state_dict`: an optimizer of PyTorch or of
             `strategies.optimizers`, wrapped or not, a learning-rate scheduler, a scaler. Or a state
             of Optax, which must have the same structure on all ranks.
-        root: whose state.
-        comm: the ranks; the whole job if None.
+        root: rank with the state.
+        comm: the ranks; None for the whole job.
 
     Returns:
         The optimizer, or the new state of Optax.
 
     Raises:
-        TypeError: the state holds something other than arrays, numbers, text, and lists, tuples and
-            dicts of these; on all ranks.
-        ValueError: no such root; or a rank cannot load the state; on all ranks.
-        MismatchError: ranks differ in the kind of the optimizer; on all ranks.
+        TypeError: the state contains other values than arrays, numbers, text, and lists, tuples
+            and dicts of these; on all ranks.
+        ValueError: `root` is not a rank, or a rank cannot load the state; on all ranks.
+        MismatchError: ranks differ in the class of the optimizer; on all ranks.
     """
     stateful: Any = optimizer
     if not callable(getattr(stateful, "state_dict", None)):
         return broadcast_parameters(optimizer, root, comm=comm)
     say = "broadcast_optimizer_state"
-    comm = cc.init() if comm is None else comm
+    comm = extend.comm_or_world(comm, say)
     arrays: list[Any] = []
 
     def write() -> tuple[Any, list[str]]:
         _check_root(root, comm, say)
+        # Only the root's, as other optimizers may not have a state before their first step.
         state = stateful.state_dict() if comm.rank == root else None
         facts = [f"root {root}", f"kind {type(optimizer).__qualname__}"]
         return _apart(state, arrays, "state"), facts
 
+    # Only the structure is pickled; arrays are broadcast one by one below.
     written = comm.broadcast_object(agreement.compare(comm, say, write), root)
 
     def received(leaf: Any) -> Any:
         if not isinstance(leaf, _Array):
             return leaf
+        # In the order of the structure, which the root's arrays also have.
         return comm.broadcast(arrays.pop(0) if comm.rank == root else leaf.empty(), root)
 
     state = map_leaves(received, written)
 
     def load() -> tuple[None, list[str]]:
+        # The root's state is already the one that was sent.
         if comm.rank != root:
             stateful.load_state_dict(state)
         return None, []
@@ -161,6 +177,7 @@ def broadcast_optimizer_state(
 
 
 def _check_root(root: int, comm: cc.Communicator, say: str) -> None:
+    # True and False are integers in Python, but not ranks.
     if isinstance(root, bool) or not isinstance(root, int) or not 0 <= root < comm.size:
         raise ValueError(f"{say}: no such root, expected 0 .. {comm.size - 1}, got {root!r}")
 
@@ -182,8 +199,10 @@ def _receive(leaf: Any, root: int, comm: cc.Communicator) -> Any:
     value = value_of(leaf)
     kind = key_kind(value)
     if kind is not None:
+        # A key array has an opaque dtype, so its numbers are sent.
         return as_key(comm.broadcast(key_data(value), root), kind)
     if isinstance(value, (bool, int, float, complex)):
+        # Back to the Python type, because the broadcast returns a NumPy scalar.
         return type(value)(comm.broadcast(value, root))
     if _is_writable(value):
         comm.broadcast(value, root, out=value)
@@ -196,39 +215,20 @@ def _is_writable(value: Any) -> bool:
         return bool(value.flags.writeable)
     if isinstance(value, np.generic):
         return False
-    # Arrays of JAX have no __setitem__ that works; they say so by a method for it.
+    # JAX arrays are immutable; they have `at` instead of assignment.
     return not hasattr(value, "at")
-
-
-def _rebuild(node: Any, name: str, received: Mapping[str, Any]) -> Any:
-    """Make the same structure of the leaves received."""
-    if node is None:
-        return None
-    if is_pair(node):
-        return node[0], _rebuild(node[1], f"{name}/{node[0]}", received)
-    if isinstance(node, dict):
-        return {key: _rebuild(child, f"{name}/{key}", received) for key, child in node.items()}
-    if isinstance(node, (list, tuple)):
-        made = [_rebuild(child, f"{name}/{i}", received) for i, child in enumerate(node)]
-        return type(node)(*made) if hasattr(node, "_fields") else type(node)(made)
-    parts = flatten_registered(node)
-    if parts is None:
-        return received[name[1:] or WHOLE]
-    children, tree = parts
-    made = [_rebuild(child, f"{name}/{i}", received) for i, child in enumerate(children)]
-    return sys.modules["jax"].tree_util.tree_unflatten(tree, made)
 
 
 @dataclass(frozen=True)
 class _Array:
-    """Stands for an array in a state."""
+    """Placeholder of an array in a state."""
 
     shape: tuple[int, ...]
     dtype: str
     is_tensor: bool
 
     def empty(self) -> Any:
-        """Make one to receive into; a tensor on the CPU, which is loaded to where it belongs."""
+        """Allocate an array to receive into; a tensor on the CPU, moved by `load_state_dict`."""
         if not self.is_tensor:
             return np.empty(self.shape, np.dtype(self.dtype))
         import torch
@@ -237,7 +237,7 @@ class _Array:
 
 
 def _apart(node: Any, arrays: list[Any], name: str) -> Any:
-    """Return a state with an `_Array` in place of every array; these go to `arrays`, in order."""
+    """Return a state with an `_Array` for every array; append the arrays to `arrays` in order."""
     if isinstance(node, _SCALARS):
         return node
     if isinstance(node, dict):
@@ -251,6 +251,7 @@ def _apart(node: Any, arrays: list[Any], name: str) -> Any:
     if is_array(node):
         torch: Any = sys.modules.get("torch")
         is_tensor = torch is not None and isinstance(node, torch.Tensor)
+        # The state dict is never changed, so the arrays are sent without a copy.
         arrays.append(node.detach() if is_tensor else node)
         return _Array(tuple(node.shape), dtype_name(node), is_tensor)
     raise TypeError(

@@ -16,16 +16,17 @@ Array = npt.NDArray[Any]
 
 
 def host_view(gradient: Any, view: Array) -> Array:
-    """See a gradient in host memory, in the dtype of its place."""
+    """Return a gradient in host memory, in the dtype of its place."""
+    # "same_kind" rejects complex to real, where values would be lost without an error.
     return array_ops.to_host(gradient).astype(view.dtype, casting="same_kind", copy=False)
 
 
 def host_views(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> list[Any] | None:
-    """See gradients in host memory, if NumPy brings all of them to their places as fast as any.
+    """Return gradients as views for NumPy to copy into buckets; None to copy them with PyTorch.
 
-    Not tensors of a device, nor those of 16 bits that are to be scaled, which PyTorch does better;
-    nor if all of them are in their places, with nothing to do. For places on a device they are as
-    they are: one kernel brings all of a bucket there.
+    PyTorch copies tensors of a device, and 16-bit tensors that must be scaled, because it is faster
+    there. It also returns None if all gradients are already in their places. For places on a device
+    it returns the gradients themselves: one kernel copies all of a bucket.
     """
     if any(_is_on_device(view) for view in views):
         return [
@@ -47,26 +48,30 @@ def host_views(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> 
                 return None
             seen.append(memory)
             idle = idle and gradient.data_ptr() == view.data_ptr()
+    # With None the caller copies nothing.
     return None if idle else seen
 
 
 def _is_on_device(view: Any) -> bool:
+    # By the class, because the property of an instance builds its description in each call.
     shows = hasattr(type(view), "__cuda_array_interface__")
     return shows and not getattr(view, "is_cpu", False)
 
 
 def _constant(gradient: Any) -> Any:
-    """See a tensor without its history."""
+    """Return a tensor without its autograd history."""
     return gradient.detach() if hasattr(gradient, "detach") else gradient
 
 
 def copy_into(view: Any, gradient: Any, scale: float) -> None:
-    """Write `scale * gradient` into its place, an array of NumPy or a tensor; None counts as 0."""
+    """Write `scale * gradient` into its place, a NumPy array or a tensor; None counts as 0."""
+    # The place still holds the result of the last step.
     if gradient is None:
         view[...] = 0
     elif isinstance(view, np.ndarray):
         np.multiply(host_view(gradient, view), scale, out=view, casting="same_kind")
     else:
+        # A backward hook may have written the gradient to its place already.
         if gradient.data_ptr() != view.data_ptr():
             view.copy_(gradient.detach())
         if scale != 1:

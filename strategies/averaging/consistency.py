@@ -1,8 +1,8 @@
 """Consistency check: compares parameters of all ranks by checksum.
 
-What has to be equal is told in facts. Every rank makes one hash of all of its facts, and the hashes
-are compared by one small message. Only where they differ the facts themselves are exchanged, and
-every rank finds the same first difference in them::
+Data that must be equal is described by facts. Every rank hashes all of its facts, and the hashes
+are compared by one small message. Only if they differ the ranks exchange the facts, and every rank
+finds the same first difference::
 
     Fingerprint(kind="parameter", name="fc.weight: float32 of shape (10, 64)", words="9ae0daaf")
     Fingerprint(kind="setting", name="learning_rate", words="0.1")
@@ -48,21 +48,21 @@ __all__ = [
 Compare = Literal["all", "parameters", "nothing"]
 Kind = Literal["value", "parameter", "state", "setting", "update"]
 
-_MOST_RANKS = 8  # named in an error
+_MOST_RANKS = 8  # maximum number of ranks named in an error
 _OF_SHAPE = " of shape "
 
-# Elements of a setting that are compared. A longer array in a parameter group is a buffer of the
-# optimizer, which may be uninitialized: only its type is compared.
+# Maximum size of an array in a setting that is compared. A larger array in a parameter group is a
+# buffer of the optimizer, which may be uninitialized: only its type is compared.
 _MOST_NUMBERS = 16
 
 
 class Fingerprint(NamedTuple):
-    """One thing that has to be equal on all ranks.
+    """A fact that must be equal on all ranks.
 
     Attributes:
-        kind: what it is a part of.
-        name: for people; of an array also its dtype and shape.
-        words: its value, or its checksum.
+        kind: kind of data that it describes.
+        name: name for errors; for an array also its dtype and shape.
+        words: value, or checksum.
     """
 
     kind: Kind
@@ -72,7 +72,7 @@ class Fingerprint(NamedTuple):
 
 ON_PURPOSE = 'compare="parameters" is for settings that differ on purpose'
 
-# What a kind is called, and what to do where it differs before the first step.
+# Kind -> its name in errors, and the remedy if it differs before the first step.
 _KINDS: dict[Kind, tuple[str, str]] = {
     "value": ("values", ""),
     "parameter": (
@@ -91,30 +91,31 @@ _KINDS: dict[Kind, tuple[str, str]] = {
 def check_consistent(structure: Any, *, comm: cc.Communicator | None = None) -> None:
     """Raise an error on all ranks unless all of them hold the same arrays, bit by bit.
 
-    As if every rank compared its arrays with those of rank 0, names, shapes and dtypes included.
+    As if every rank compared its arrays with those of rank 0, including names, shapes and dtypes.
 
     *Collective*: all ranks.
 
     Args:
-        structure: a module of PyTorch: its parameters, all its buffers, and the arrays, numbers,
-            text and bytes of its extra state; or arrays of any library and dtype, variables,
-            numbers and text in nested dicts, lists, tuples and trees of JAX.
-        comm: the ranks; the whole job if None.
+        structure: a PyTorch module: its parameters, all its buffers, and the arrays, numbers, text
+            and bytes of its extra state; or arrays of any library and dtype, variables, numbers and
+            text in nested dicts, lists, tuples and trees of JAX.
+        comm: the ranks; None for the whole job.
 
     Raises:
-        MismatchError: ranks differ; on all ranks. It names the first array that does, and where.
-        TypeError: something is not an array, a number or text; on all ranks.
+        MismatchError: ranks differ; on all ranks. Names the first different array and the ranks.
+        TypeError: a leaf is not an array, a number or text; on all ranks.
 
     Cost: one read of all arrays, 60 to 150 ms per GB on the host, and one message of 17 bytes to
-    every rank; arrays on a device are copied to the host for it, 64 MiB at a time. The checksums
-    themselves are exchanged only where the ranks differ.
+    every rank. Arrays on a device are copied to the host for it, 64 MiB at a time. The checksums
+    are exchanged only if the ranks differ.
 
     Example:
         >>> import numpy as np
         >>> check_consistent({"w": np.ones(3), "step": 7})
     """
-    comm = cc.init() if comm is None else comm
+    comm = extend.comm_or_world(comm, "check_consistent")
     if isinstance(structure, Iterator):
+        # `facts` may be read twice, and an iterator only once.
         structure = list(structure)
 
     def facts() -> list[Fingerprint]:
@@ -139,19 +140,19 @@ def compare(
     earlier: str | None = None,
     remedy: str | None = None,
 ) -> None:
-    """Raise an error on all ranks unless the facts of all are the same.
+    """Raise an error on all ranks unless all ranks have the same facts.
 
     *Collective*.
 
     Args:
         comm: the ranks.
-        what: the operation, for errors.
-        facts: makes those of this rank; an error of it is raised on all.
-        earlier: if the ranks were alike before, when that was: then no broadcast was forgotten.
-        remedy: what the error advises; None: the advice for each kind.
+        what: name of the operation, for errors.
+        facts: returns the facts of this rank; its error is raised on all ranks.
+        earlier: when the ranks last agreed, for errors that then do not advise a broadcast.
+        remedy: advice of the error; None uses the advice for each kind.
 
     Raises:
-        MismatchError: they are not; names the first difference of each kind.
+        MismatchError: the facts differ; names the first difference of each kind.
         Exception: as `raise_everywhere`.
     """
     explain = partial(_explain, earlier=earlier, remedy=remedy)
@@ -162,7 +163,7 @@ def fingerprints_of(kind: Kind, leaves: Iterable[tuple[str, Any]]) -> list[Finge
     """Describe arrays, variables, numbers and text by their names and checksums.
 
     Raises:
-        TypeError: something is none of these.
+        TypeError: a leaf has another type.
     """
     return [fingerprint_of(kind, name, value_of(leaf)) for name, leaf in leaves]
 
@@ -171,12 +172,14 @@ def fingerprint_of(kind: Kind, name: str, value: Any) -> Fingerprint:
     """Describe an array, a number or text.
 
     Raises:
-        TypeError: it is none of these.
+        TypeError: the value has another type.
     """
     if array_ops.is_array(value):
+        # Shape and dtype are part of the name, so that they are compared before any values.
         form = f"{name}: {array_ops.dtype_name(value)}{_OF_SHAPE}{tuple(value.shape)}"
         return Fingerprint(kind, form, checksum(value))
     if _is_comparable(value):
+        # `repr` of a float has all of its bits.
         return Fingerprint(kind, f"{name}: {type(value).__name__}", repr(value))
     raise TypeError(f"expected arrays, numbers and text, got {type(value).__name__} ({name})")
 
@@ -191,8 +194,9 @@ def _bytes_as_array(value: Any) -> Any:
 
 def checksum(array: Any) -> str:
     """Return the CRC-32C of an array's memory, on any device, in the order of its elements."""
-    from google_crc32c import extend  # 6 to 16 GB/s a core, where zlib's CRC-32 makes 3
+    from google_crc32c import extend  # 6 to 16 GB/s per core; zlib's CRC-32 reaches 3
 
+    # The parts are chained, so the checksum does not depend on their size.
     crc = 0
     for part in array_ops.byte_views(array):
         crc = extend(crc, part)
@@ -200,21 +204,23 @@ def checksum(array: Any) -> str:
 
 
 def setting(name: str, value: Any) -> Fingerprint:
-    """Return the fact of an optimizer's setting, by the `description` of its value."""
+    """Return the fact of an optimizer's setting, with the `description` of its value."""
     return Fingerprint("setting", name, description(value))
 
 
 def description(value: Any) -> str:
-    """Describe the value of a setting: numbers by value, whatever their type.
+    """Describe the value of a setting; numbers by value, regardless of their type.
 
     Example:
         >>> description((np.float32(0.5), 1, True)), description(np.zeros(1000))
         ('(0.5, 1.0, True)', 'of ndarray')
     """
+    # Arrays of any library have `tolist`, and zero dimensions count as one number.
     if hasattr(value, "tolist") and math.prod(value.shape) <= _MOST_NUMBERS:
         value = value.tolist()  # an array of any library
     if value is None or isinstance(value, (bool, str)):
         return repr(value)
+    # float(1) and 1 are equal settings: programs write both.
     if isinstance(value, numbers.Real):
         return repr(float(value))
     if isinstance(value, (list, tuple)):
@@ -223,7 +229,7 @@ def description(value: Any) -> str:
 
 
 def fingerprints_of_state(state: Any) -> list[Fingerprint]:
-    """Describe the arrays, numbers and texts of an optimizer's state, whatever else it may hold."""
+    """Describe the arrays, numbers and texts of an optimizer's state; ignore other values."""
     return fingerprints_of(
         "state", ((name, x) for name, x in named_leaves(state) if _is_comparable(x))
     )
@@ -250,6 +256,7 @@ def settings_of(optimizer: Any, *, schedules: bool = True) -> dict[str, Any]:
         if not callable(value):
             found[name] = value
         elif schedules:
+            # The value for this step; comparing functions would compare addresses.
             found[name] = value(optimizer.step)
     return found
 
@@ -262,19 +269,21 @@ def _explain(
     earlier: str | None,
     remedy: str | None,
 ) -> str:
-    """Say in what the ranks differ, given the facts of all, and what helps."""
+    """Describe the differences of the ranks, given the facts of all ranks, and a remedy."""
     details: list[str] = []
     helps: list[str] = []
     for kind, (title, advice) in _KINDS.items():
+        # One kind after another, so that the error names all kinds that differ.
         ranks = [[fact for fact in facts if fact.kind == kind] for facts in told]
         if kind in ("value", "parameter"):
+            # Values are comparable only if all ranks have the same arrays.
             other = agreement.first_difference(
                 comm, what, [[fact.name for fact in facts] for facts in ranks]
             )
             if other is not None:
                 return other
         if kind == "update" and details:
-            break  # of other parameters or another state
+            break  # different parameters or states explain different updates
         detail = _difference(comm, ranks)
         if detail is not None:
             details.append(f"{title}, {detail}")
@@ -287,8 +296,9 @@ def _explain(
 
 
 def _difference(comm: cc.Communicator, ranks: Sequence[Sequence[Fingerprint]]) -> str | None:
-    """Name the first thing that differs between facts of one kind; None if nothing does."""
+    """Describe the first difference between facts of one kind; None if they are equal."""
     own: list[dict[str, str]] = [{} for _ in ranks]
+    # A name may repeat: its values are joined, so that none of them is lost.
     for words, facts in zip(own, ranks, strict=True):
         for name, value in ((fact.name, fact.words) for fact in facts):
             words[name] = f"{words[name]} {value}" if name in words else value
@@ -301,7 +311,7 @@ def _difference(comm: cc.Communicator, ranks: Sequence[Sequence[Fingerprint]]) -
     others = [rank for rank, words in enumerate(column) if words != column[0]]
     more = f" (and {len(different) - 1} more)" if len(different) > 1 else ""
     named = functools.partial(extend.describe_ranks, comm)
-    if _OF_SHAPE not in name:  # whose words can be read
+    if _OF_SHAPE not in name:  # the value is readable, not a checksum
         own_words = f"{column[0]} on {named(0)}"
         return f"{name} is {own_words}, {column[others[0]]} on {named(others[0])}{more}"
     where = named(*others[:_MOST_RANKS]) + (" ..." if others[_MOST_RANKS:] else "")

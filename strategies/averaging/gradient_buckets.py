@@ -13,18 +13,18 @@ __all__ = ["GradientBuckets"]
 
 
 class GradientBuckets:
-    """Places for gradients, made as they are first needed; *collective*, as all that it does.
+    """Places for gradients, made when they are first needed; all methods are *collective*.
 
     Args:
         comm: the ranks.
-        op: how gradients are combined, which are scaled before.
-        compression: how they travel.
+        op: reduction of the gradients, which are scaled before.
+        compression: compression of the messages.
 
     Attributes:
-        buckets: what reduces them; None before there is a place.
-        members: the leaves that have a place, by their numbers, in the order of the places.
-        places: the tensors of buckets in host memory, by their leaves: a gradient that is written
-            there after a step needs not be copied in the next one.
+        buckets: buckets that reduce the gradients; None before the first place exists.
+        members: numbers of the leaves that have a place, in the order of the places.
+        places: leaf -> its tensor in a bucket in host memory. A gradient written there after a step
+            is not copied in the next one.
     """
 
     def __init__(self, comm: cc.Communicator, op: Any, compression: cc.Compression | None) -> None:
@@ -36,16 +36,18 @@ class GradientBuckets:
     def make(
         self, leaves: Sequence[ParameterSpec], wanted: set[int], bucket_bytes: int | None
     ) -> None:
-        """Have a place for each of the leaves that are wanted, and for those that have one.
+        """Make a place for each wanted leaf; leaves that have a place keep one.
 
         Args:
-            leaves: all of them.
-            wanted: their numbers.
+            leaves: all leaves.
+            wanted: numbers of the wanted leaves.
             bucket_bytes: as for `plan_buckets`.
         """
         if wanted <= set(self.members):
             return
+        # Places are kept: gradients that are sometimes None would otherwise cause new buckets.
         members = sorted(wanted | set(self.members))
+        # Before `plan_buckets`: memory for both at once would be twice the gradients.
         self.close()
         chosen = [leaves[i] for i in members]
         self.buckets = self._comm.plan_buckets(
@@ -57,6 +59,7 @@ class GradientBuckets:
         )
         self.members = members
         tensors = zip(members, self.buckets.views, strict=True)
+        # Only PyTorch's tensors have `is_cpu`: places of NumPy are not offered to backward hooks.
         self.places = {i: view for i, view in tensors if getattr(view, "is_cpu", False)}
 
     def reduce(self, gradients: Sequence[Any], scale: float) -> list[Any]:
@@ -64,23 +67,24 @@ class GradientBuckets:
         assert self.buckets is not None
         views = self.buckets.views
         try:
-            # They are written bucket by bucket, each while it is in the caches.
+            # `allreduce` writes them bucket by bucket, each while it is in the caches.
             hosts = bucket_copy.host_views(gradients, views, scale)
             if hosts is None:
                 for view, gradient in zip(views, gradients, strict=True):
                     bucket_copy.copy_into(view, gradient, scale)
-        except Exception as error:  # for which the other ranks must not wait
+        except Exception as error:  # `fail` releases the other ranks, which would wait
             self.buckets.fail(error)
             raise
+        # With `hosts` None, `copy_into` has applied the scale already.
         return self.buckets.allreduce(hosts, scale=1.0 if hosts is None else scale)
 
     def restore_feedback(self) -> None:
-        """Forget what roundings of gradients have left over whose average is not used."""
+        """Restore the rounding errors of gradients whose average is not used."""
         if self.buckets is not None:
             self.buckets.restore_feedback()
 
     def close(self) -> None:
-        """Let go of the places; harmless when repeated."""
+        """Release the places; harmless when repeated."""
         if self.buckets is not None:
             self.buckets.close()
             self.buckets, self.members, self.places = None, [], {}

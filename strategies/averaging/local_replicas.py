@@ -24,8 +24,8 @@ class ReplicaGradients(NamedTuple):
     """The gradients of one replica, or of all replicas of a process.
 
     Attributes:
-        pairs: (gradient or None, variable), as optimizers take them.
-        examples: how many rows they are the mean of; None if all replicas count alike.
+        pairs: (gradient or None, variable) pairs, as for optimizers.
+        examples: number of rows that they are the mean of; None weights all replicas equally.
     """
 
     pairs: list[tuple[Any, Any]]
@@ -35,11 +35,11 @@ class ReplicaGradients(NamedTuple):
     def of(
         cls, grads_and_vars: Iterable[tuple[Any, Any]], examples: float | None
     ) -> ReplicaGradients:
-        """Take what a user gives.
+        """Validate the arguments of a user.
 
         Raises:
             ValueError: `examples` is negative, infinite or NaN.
-            TypeError: something is not a (gradient, variable) pair.
+            TypeError: an item is not a (gradient, variable) pair.
         """
         gradient_sums.check_examples(examples)
         pairs = [split(x, "apply_gradients", i) for i, x in enumerate(grads_and_vars)]
@@ -54,14 +54,15 @@ def mean_over_replicas(
     A gradient of None counts as zero, unless all replicas have None.
 
     Args:
-        replicas: the gradients of each.
-        memory: of the averages of the last step.
+        replicas: the gradients of each replica.
+        memory: memory of the averages of the last step.
 
     Raises:
-        ValueError: the replicas have different variables, or only some say how many examples.
+        ValueError: the replicas have different variables, or only some pass examples.
     """
     if len(replicas) == 1:
         return replicas[0]
+    # By identity: two variables may have the same name or the same value.
     variables = [[id(variable) for _, variable in replica.pairs] for replica in replicas]
     if any(own != variables[0] for own in variables):
         raise ValueError(
@@ -73,15 +74,16 @@ def mean_over_replicas(
     for place, (_, variable) in enumerate(replicas[0].pairs):
         column = [replica.pairs[place][0] for replica in replicas]
         pairs.append((_mean(column, weights, _name(variable), memory), variable))
+    # The sum of rows, so that the mean over the ranks weights this process by all of its rows.
     return ReplicaGradients(pairs, None if replicas[0].examples is None else sum(weights))
 
 
 class ReplicaOptimizers:
-    """Updates the variables of a strategy by the gradients of all its replicas."""
+    """Updates the variables of a strategy with the gradients of all its replicas."""
 
     def __init__(self, strategy: ReplicaStrategy) -> None:
         self._strategy = strategy
-        # By its id, each with what averages over the ranks before it.
+        # Id of an optimizer -> its wrapper that averages over the ranks.
         self._averaging: dict[int, AveragingOptimizer] = {}
         self._memory = gradient_sums.SumBuffers()
 
@@ -95,7 +97,9 @@ class ReplicaOptimizers:
             _check_owner(self._strategy, own.pairs)
             return own
 
+        # Agree first: a replica's error on one rank would leave other ranks in the exchange.
         own = ranks.run_then_agree("apply_gradients", local)
+        # The user's own wrapper averages over the ranks itself, with its own options.
         if isinstance(optimizer, AveragingOptimizer):
             optimizer.apply_gradients(own.pairs, examples=own.examples)
         elif ranks.size > 1:
@@ -103,17 +107,20 @@ class ReplicaOptimizers:
         elif own.examples == 0:
             raise ValueError("apply_gradients: no replica has an example, expected at least one")
         else:
+            # One process has no average, but the same checks and conversions of dtypes.
             optimizer.apply_gradients(like_variables(own.pairs))
 
     def _over_ranks(self, optimizer: ArrayOptimizer) -> AveragingOptimizer:
-        """Return an optimizer that averages first; *collective* at the first call for each."""
+        """Return an optimizer that averages first; *collective* in the first call for each."""
         if id(optimizer) not in self._averaging:
             ranks = self._strategy.ranks
             assert ranks.comm is not None
             rule = AveragingOptions(
                 compression=ranks.options.compression or cc.NONE,
+                # 0, the default, leaves the size to `plan_buckets`.
                 bucket_bytes=ranks.options.bytes_per_pack or None,
             )
+            # It keeps the optimizer alive, so that the id stays unique.
             updates: Any = _Updates(self._strategy, optimizer)
             # Without the state: some strategies keep it and the step count on one rank only.
             everywhere = self._strategy.updates_everywhere
@@ -123,23 +130,23 @@ class ReplicaOptimizers:
 
 
 class _Updates(NamedTuple):
-    """An optimizer whose updates happen where the strategy has its variables."""
+    """An optimizer whose updates run where the strategy stores its variables."""
 
     strategy: ReplicaStrategy
     optimizer: ArrayOptimizer
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
-        """Update every variable by its gradient; *collective*."""
+        """Update every variable with its gradient; *collective*."""
         pairs = list(grads_and_vars)
         variables = [variable for _, variable in pairs]
         self.strategy.update(variables, lambda: self.optimizer.apply_gradients(pairs))
 
 
 def _check_kind(optimizer: Any) -> None:
-    """Refuse what cannot be applied.
+    """Reject objects without `apply_gradients`.
 
     Raises:
-        TypeError: it is such an optimizer.
+        TypeError: the optimizer has no `apply_gradients`.
     """
     if not callable(getattr(optimizer, "apply_gradients", None)):
         raise TypeError(
@@ -150,10 +157,10 @@ def _check_kind(optimizer: Any) -> None:
 
 
 def _check_owner(strategy: ReplicaStrategy, pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Refuse variables of another strategy.
+    """Reject variables of another strategy.
 
     Raises:
-        ValueError: there is one.
+        ValueError: a variable belongs to another strategy.
     """
     for _, variable in pairs:
         owner = getattr(variable, "strategy", None)
@@ -169,6 +176,7 @@ def _mean(
     column: list[Any], weights: list[float], name: str, memory: gradient_sums.SumBuffers | None
 ) -> Any:
     """Average the gradients of one variable."""
+    # None counts as zero, but has no dtype or device, so it is left out of the sum.
     given = [
         g if isinstance(g, Rows) else reductions.as_array(g, "apply_gradients")
         for g in column
@@ -186,6 +194,7 @@ def _mean(
             f"{', '.join(map(str, shapes))} (variable: {name})"
         )
     dtypes = [array_ops.dtype_name(g.values if isinstance(g, Rows) else g) for g in given]
+    # Replicas compute on different devices, and a sum needs all of them on one.
     given = [_beside(given[0], gradient) for gradient in given]
     counted = [weight for g, weight in zip(column, weights, strict=True) if g is not None]
     out = memory.like(name, given[0]) if memory is not None and shapes else None
@@ -195,7 +204,7 @@ def _mean(
 
 
 def _beside(first: Any, gradient: Any) -> Any:
-    """Bring a gradient to the device of another one."""
+    """Move a gradient to the device of another one."""
     if isinstance(gradient, Rows):
         return Rows(gradient.indices, array_ops.to_device_of(first.values, gradient.values))
     return array_ops.to_device_of(first, gradient)

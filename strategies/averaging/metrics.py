@@ -8,6 +8,7 @@ from typing import Any, TypeVar, overload
 import numpy as np
 
 import collectives as cc
+from collectives import extend
 from strategies.core import agreement
 from strategies.core.validation import number
 
@@ -27,36 +28,38 @@ def metric_average(
 def metric_average(
     metrics: Any, examples: float = 1, *, comm: cc.Communicator | None = None
 ) -> Any:
-    """Average a metric, or several, over the rows of all ranks.
+    """Average one or several metrics over the rows of all ranks.
 
-    As if one process had computed it over all rows, where it is a mean over rows.
+    For a mean over rows, as if one process had computed it over all rows.
 
-    *Collective*: all ranks, with the same names. The order of names does not matter.
+    *Collective*: all ranks, with the same names in any order.
 
     Args:
-        metrics: a number, or numbers by name: of Python, or arrays of one element.
-        examples: how many rows this rank's numbers are means of, 0 allowed: they may then be NaN.
-            As it is, all ranks count alike.
-        comm: the ranks; the whole job if None.
+        metrics: a number, or numbers by name: Python numbers, or arrays of one element.
+        examples: number of rows that this rank's numbers are the mean of. With 0 they may be NaN.
+            The default weights all ranks equally.
+        comm: the ranks; None for the whole job.
 
     Returns:
         The mean as a float, or means by name; the same bits on all ranks.
 
     Raises:
-        ValueError: `examples` is not a number >= 0, or there are none on any rank; on all ranks.
+        ValueError: `examples` is not a number >= 0, or it is 0 on all ranks; on all ranks.
         MismatchError: ranks differ in their names; on all ranks.
 
     Example:
         >>> metric_average({"loss": 0.5, "accuracy": 0.75}, examples=32)
         {'loss': 0.5, 'accuracy': 0.75}
     """
-    comm = cc.init() if comm is None else comm
+    comm = extend.comm_or_world(comm, "metric_average")
     several = isinstance(metrics, Mapping)
     named = metrics if several else {"": metrics}
 
     def prepare() -> tuple[np.ndarray[Any, Any], list[str]]:
         rows = number("metric_average", "examples", examples)
+        # Sorted, because ranks may pass the names in different orders.
         values = [float(named[name]) for name in sorted(named)]
+        # Without rows the value may be NaN, which must not enter the sum.
         sums = [value * rows if rows else 0.0 for value in values]
         return np.array([rows, *sums]), [f"metrics {sorted(named)}"]
 
@@ -66,4 +69,5 @@ def metric_average(
     if not total:
         raise ValueError("metric_average: no rank has an example, expected at least one")
     means = dict(zip(sorted(named), (s / total for s in sums), strict=True))
+    # In the caller's order, which may differ from the sorted one of the sums.
     return {name: means[name] for name in named} if several else means[""]

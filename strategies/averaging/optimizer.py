@@ -33,29 +33,29 @@ class ArrayOptimizer(Protocol):
     step: int
 
     def apply_gradients(self, grads_and_vars: Iterable[Pair]) -> None:
-        """Update every variable by its gradient."""
+        """Update every variable with its gradient."""
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep."""
+        """Return the state for a checkpoint."""
 
     # Positional, because implementations differ in the parameter's name.
     def load_state_dict(self, state: Mapping[str, Any], /) -> None:
-        """Take over what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
 
 
 @known_as("DistributedOptimizer")
 class AveragingOptimizer:
     """Averages the gradients over all ranks, then lets the wrapped optimizer apply them.
 
-    Made by `DistributedOptimizer`. The gradients lie in buckets, laid out once, in memory that the
-    ranks of a node share. Pickled or copied, it becomes the optimizer that it holds.
+    Returned by `DistributedOptimizer`. The gradients are in buckets, allocated once, in memory that
+    the ranks of a node share. Pickling or copying returns the wrapped optimizer.
 
     Args:
         optimizer: the optimizer to wrap.
         comm: the ranks.
-        rule: how gradients are combined.
-        settings: returns the settings to compare, without any state; None: the settings and the
-            state of the optimizer.
+        rule: options of the averaging.
+        settings: returns the settings to compare, without any state. None compares the settings and
+            the state of the optimizer.
     """
 
     is_distributed = True
@@ -72,12 +72,14 @@ class AveragingOptimizer:
         self._rule = rule
         self._settings = settings or partial(settings_of, optimizer)
         self._state = (
+            # With settings of the caller the state may differ between ranks, so none is compared.
             list[Fingerprint] if settings else partial(fingerprints_of_optimizer, optimizer)
         )
         self._averaging = self._begin(comm)
         self._passes = GradientAccumulator(rule.backward_passes_per_step)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A communicator belongs to a process, so a copy is the wrapped optimizer.
         return identity, (self.optimizer,)
 
     @property
@@ -91,29 +93,31 @@ class AveragingOptimizer:
         """Average the gradients and update the variables.
 
         *Collective*: all ranks, with the same variables in the same order. With
-        `backward_passes_per_step=k`, all but every k-th call only add up, without communication; an
-        error of such a call is raised by the k-th one.
+        `backward_passes_per_step=k`, only every k-th call communicates; the other calls add up
+        gradients. Their errors are raised by the k-th call.
 
         Args:
             grads_and_vars: pairs of a gradient and its variable, of one shape. A gradient may be
-                `Rows`, on all ranks then, or None on some ranks, where it counts as zero; a
-                variable without a gradient on any rank is left alone.
-            examples: how many rows this rank's gradients are the mean of. The average is then over
-                all rows, also where ranks hold different numbers of them; 0 is allowed. None: all
-                ranks count alike.
+                `Rows` on all ranks. None on some ranks counts as zero there. A variable without a
+                gradient on any rank does not change.
+            examples: number of rows that this rank's gradients are the mean of; may be 0. The
+                average is then over all rows, even if ranks have different numbers of them. None
+                weights all ranks equally.
 
         Raises:
-            ValueError: a shape does not fit, or no rank has an example; on all ranks.
-            TypeError: something is not a pair, or not an array; on all ranks.
+            ValueError: a shape differs, or no rank has an example; on all ranks.
+            TypeError: an item is not a pair of arrays; on all ranks.
             MismatchError: ranks differ in the variables' shapes or dtypes, in the settings of the
-                optimizer, or in what they compare in the first step; on all ranks.
+                optimizer, or in the data compared in the first step; on all ranks.
         """
         top = context.current()
         replica = None if top is None else top.replica
+        # A traced replica has no values yet, so it also hands its gradients to the strategy.
         if top is not None and replica and (replica.is_traced or len(top.strategy.devices) > 1):
-            # One of several replicas of this rank: they update once, together.
+            # This is one of several replicas of this rank, which update once, together.
             top.strategy.apply_gradients(self, grads_and_vars, examples=examples)
             return
+        # This rank must take part in the exchange even after an error, which raises it on all.
         error: Exception | None = None
         leaves: list[ParameterSpec] = []
         gradients: Sequence[Any] = []
@@ -123,35 +127,51 @@ class AveragingOptimizer:
             variables = [variable for _, variable in pairs]
             leaves = [_leaf(variable, i) for i, variable in enumerate(variables)]
             gradients = [_fitting(g, leaf) for (g, _), leaf in zip(pairs, leaves, strict=True)]
-        except Exception as caught:  # of the iterable, too
+        except Exception as caught:  # also one of the iterable
             error = caught
+        # `add` keeps an error until the step is complete and the other ranks communicate.
         whole = self._passes.add(gradients, examples=examples, error=error)
         if whole is None:
             return
         averaged = self._averaging.average(leaves, whole)
+        # Clipping is collective and follows the average, as if one process had all examples.
         self._averaging.clip([g.values if isinstance(g, Rows) else g for g in averaged])
         self.optimizer.apply_gradients(zip(averaged, variables, strict=True))
+
+    def join(self) -> None:
+        """Take part in the steps of the other ranks without data, until all ranks call this.
+
+        *Collective*. A mean is then over the ranks that still make steps. The variables of this
+        rank do not change; afterwards, broadcast the variables of the last rank.
+
+        Raises:
+            ValueError: this rank has made no step, and another one makes one; on all ranks.
+        """
+        self._passes.clear()
+        self._averaging.join()
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state; equal on all ranks."""
         return self.optimizer.state_dict()
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Give the wrapped optimizer its state back, the same on all ranks."""
+        """Restore the wrapped optimizer's state, which must be the same on all ranks."""
         self.optimizer.load_state_dict(state)
+        # Gradients of passes before the restored state do not belong to its next step.
         self._passes.clear()
 
     def rebind(self, comm: cc.Communicator) -> None:
-        """Average among other ranks from now on; *collective* over these.
+        """Average over other ranks from now on; *collective* over them.
 
-        For ranks that have outlived others: what the old communicator held is let go.
+        For surviving ranks: the buckets of the old communicator are abandoned, not closed.
         """
+        # `close` would be collective over ranks of which some have died.
         self.comm = comm
         self._averaging = self._begin(comm)
         self._passes.clear()
 
     def close(self) -> None:
-        """Release the buckets; *collective*. They are made anew when they are needed."""
+        """Release the buckets; *collective*. They are recreated when needed."""
         self._averaging.close()
 
     def _begin(self, comm: cc.Communicator) -> Averaging:
@@ -159,7 +179,7 @@ class AveragingOptimizer:
 
 
 def identity(optimizer: T) -> T:
-    """Return the optimizer: a copy or an unpickled wrapper is the optimizer that it holds."""
+    """Return the argument; unpickling or copying a wrapper returns the wrapped optimizer."""
     return optimizer
 
 
@@ -172,17 +192,18 @@ def _leaf(variable: Any, position: int) -> ParameterSpec:
             f"apply_gradients: variable is not an array, got {type(value).__name__} (variable: "
             f"{name})"
         )
+    # JAX arrays are immutable; a variable with `settle` replaces its array instead.
     if not hasattr(variable, "settle"):
         refuse_jax(value, "apply_gradients", f"variable: {name}")
     return ParameterSpec.of(name, value)
 
 
 def like_variables(pairs: Iterable[Pair]) -> list[Pair]:
-    """Check gradients, and give them the dtypes of their variables, as averaging does.
+    """Check gradients, and convert them to the dtypes of their variables, as averaging does.
 
     Raises:
-        ValueError: a shape does not fit.
-        TypeError: something is not an array, or a dtype does not fit.
+        ValueError: a shape differs.
+        TypeError: a value is not an array, or its dtype cannot be converted.
     """
     found = []
     for position, (gradient, variable) in enumerate(pairs):

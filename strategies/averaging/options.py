@@ -13,7 +13,7 @@ from strategies.core.validation import choice, integer
 __all__ = ["OPERATION", "Early", "AveragingOptions"]
 
 OPERATION = "DistributedOptimizer"
-"""Whose choice it is, in errors."""
+"""Name of the operation in errors."""
 
 Early = bool | Literal["auto"]
 """Whether gradients are reduced during the backward pass."""
@@ -37,7 +37,7 @@ class AveragingOptions:
     compare_every: int | None = None
 
     def check(self) -> None:
-        """Raise `TypeError` or `ValueError` where a field is of no use."""
+        """Raise `TypeError` or `ValueError` for invalid options."""
         factor = self.gradient_predivide_factor
         if self.op not in (cc.MEAN, cc.SUM):
             _refuse(f"gradients are added, expected MEAN or SUM, got {self.op}")
@@ -60,7 +60,7 @@ class AveragingOptions:
             _refuse(f"expected clip_global_norm > 0, got {self.clip_global_norm}")
 
     def __str__(self) -> str:
-        """Return the words by which ranks compare what they mean."""
+        """Return the options as text, for comparison among ranks."""
         fields = {**self.__dict__, "op": self.op.value}
         return ", ".join(f"{name}={value}" for name, value in fields.items())
 

@@ -6,10 +6,10 @@
     this rank    ready(3)              ready(2)     ready(1)     step: finish, first exchange
     thread               |-- bucket: 3 2 -- ... --|      |-- bucket: 1 --|
 
-What is reduced early is a guess: that this step will be like the last one, and that the first one
-has a gradient for each parameter, and tells no examples. All ranks finish it, so
-that they reduce the same buckets; then the exchange of the step tells whether the guess held on
-each of them. If not, the gradients are reduced again, as if nothing had happened.
+An early reduction is a guess: that this step will be like the last one. For the first step the
+guess is that each parameter has a gradient and no rank passes examples. All ranks finish the
+reductions, because they must reduce the same buckets. Then the step's exchange shows whether the
+guess was right on each rank. If not, the gradients are reduced again.
 """
 
 from __future__ import annotations
@@ -29,13 +29,13 @@ class Overlap:
     """The reductions of one step.
 
     Args:
-        buckets: where gradients are reduced, of `Communicator.plan_buckets`.
-        positions: for each place in the buckets, which leaf it is for.
-        scale: what gradients are multiplied by.
-        like: the contribution to the last step, or to such a one, for which this was the scale.
+        buckets: buckets of `Communicator.plan_buckets`.
+        positions: leaf of each place in the buckets.
+        scale: factor of the gradients.
+        like: contribution to the last step, or the assumed one, that gave this scale.
 
     Attributes:
-        error: why the reductions have failed on this rank.
+        error: why the reductions failed on this rank; None if they did not.
     """
 
     def __init__(
@@ -48,86 +48,94 @@ class Overlap:
         self._places = {position: place for place, position in enumerate(positions)}
         self._scale = scale
         self._like = _facts(like)
+        # PyTorch calls `ready` from one thread per device.
         self._lock = threading.Lock()
         self._begun: set[int] = set()
         self._twice = False
 
     def is_prepared(self, position: int) -> bool:
-        """Whether there is a place for the gradient of a leaf."""
+        """Return whether a leaf has a place."""
         return position in self._places
 
     def in_bucket(self, position: int, gradient: Any) -> bool:
-        """Whether a tensor is the memory of its own place, where the result will be."""
+        """Return whether a tensor is the memory of its own place, which receives the result."""
         if position not in self._places:
             return False
         view = self._views[self._places[position]]
+        # By address: the views of one memory are different objects.
         same: bool = hasattr(view, "data_ptr") and view.data_ptr() == gradient.data_ptr()
         return same
 
     def ready(self, position: int, gradient: Any | None) -> None:
-        """Copy a gradient to its place, where it may be reduced at once; raises nothing.
+        """Copy a gradient to its place, which may start its reduction; raises nothing.
 
-        None stands for one that is reduced elsewhere, as a sparse one is. From any thread: PyTorch
-        computes the gradients of each device in one of its own.
+        None means that the gradient is reduced elsewhere, such as a sparse one. Any thread may
+        call it: PyTorch computes the gradients of each device in a separate thread.
         """
         with self._lock:
             if position in self._begun:
+                # The reduction may be running already, so the step must reduce again.
                 self._twice = True
                 return
             self._begun.add(position)
             self._write(position, gradient)
 
     def finish(self) -> list[Any]:
-        """Return the results, one for each place; *collective*.
+        """Return the result of each place; *collective*.
 
-        Where they have failed there are none, and `error` says why.
+        After a failure it returns [] and sets `error`.
 
         Raises:
-            CollectiveTimeout, PeerFailure: a rank does not come.
+            CollectiveTimeout, PeerFailure: a rank does not respond.
         """
+        # Every place must be ready; a missing gradient counts as zero.
         for position in self._places.keys() - self._begun:
             self._write(position, None)
+        # `fail` waits for the other ranks, so it is called here and not in the backward pass.
         if self._misplaced is not None:
             self._buckets.fail(self._misplaced)
         if self.error is None:
             try:
                 return list(self._buckets.wait())
             except (cc.MismatchError, TypeError, ValueError) as error:
-                if self._buckets.pending:  # of a signal handler: nobody else knows of it
+                if self._buckets.pending:  # raised by a signal handler, on this rank only
                     raise
                 self.error = error
         return []
 
     def matches(self, contribution: LocalGradient, unchanged: Collection[int]) -> bool:
-        """Whether this rank's gradients are those that were reduced, with the right scale.
+        """Return whether this rank's gradients are the reduced ones, with the right scale.
 
         Args:
-            contribution: of this rank to the step.
-            unchanged: leaves whose gradients are as they were when they became ready.
+            contribution: this rank's contribution to the step.
+            unchanged: leaves whose gradients have not changed since they became ready.
         """
+        # Gradients without a place, such as sparse ones, are reduced in the step.
         given = {i for i, g in enumerate(contribution.gradients) if g is not None}
         expected = given & self._places.keys()
         return (
             not self._twice
             and _facts(contribution) == self._like
             and self._begun == expected
+            # `unchanged` excludes gradients that were clipped or replaced after the backward pass.
             and expected <= set(unchanged)
         )
 
     def _write(self, position: int, gradient: Any) -> None:
+        # After an error nothing more is sent: `finish` reports it.
         if self.error is None:
             place = self._places[position]
             try:
                 bucket_copy.copy_into(self._views[place], gradient, self._scale)
-            except Exception as error:  # of which the other ranks learn with the step
+            except Exception as error:  # the step reports it to the other ranks
                 self.error = self._misplaced = error
                 return
             try:
                 self._buckets.ready(place)
-            except Exception as error:  # which has ended the step
+            except Exception as error:  # `ready` has failed the step
                 self.error = error
 
 
 def _facts(contribution: LocalGradient) -> tuple[Any, ...]:
-    """Return what the scale of a contribution depends on."""
+    """Return the parts of a contribution that determine its scale."""
     return contribution.weight, contribution.examples, contribution.passes

@@ -14,14 +14,14 @@ ParameterKey = tuple[str, tuple[int, ...], str, tuple[int, ...] | None]
 
 
 class ParameterSpec(NamedTuple):
-    """One parameter.
+    """A parameter.
 
     Attributes:
-        name: for errors.
-        shape: as of the parameter.
+        name: name for errors.
+        shape: shape of the parameter.
         dtype: name of its dtype.
-        strides: in elements, if it is a tensor of PyTorch that is not contiguous, else None; its
-            gradient has the same strides.
+        strides: strides in elements if it is a PyTorch tensor that is not contiguous, else None;
+            its gradient has the same strides.
         like: an array of its kind.
     """
 
@@ -33,8 +33,10 @@ class ParameterSpec(NamedTuple):
 
     @classmethod
     def of(cls, name: str, array: Any) -> ParameterSpec:
-        """Return the leaf of a parameter that is this array."""
+        """Return the specification of a parameter."""
         strides = None
+        # A channels-last gradient is not contiguous. Buckets hold it in memory order, so ranks with
+        # other strides would add different elements.
         if hasattr(array, "is_contiguous") and not array.is_contiguous():
             strides = tuple(array.stride())
         return cls(name, tuple(array.shape), array_ops.dtype_name(array), strides, array)
@@ -49,7 +51,7 @@ class ParameterSpec(NamedTuple):
         return f"{self.name}: {self.dtype} of shape {self.shape}{strides}"
 
     def fingerprint(self, compared: bool) -> Fingerprint:
-        """Say what it is, and what it holds if that is compared, too."""
+        """Describe the parameter; include its values if `compared`."""
         return Fingerprint(
             "parameter", str(self), consistency.checksum(self.like) if compared else ""
         )

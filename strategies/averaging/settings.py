@@ -17,7 +17,7 @@ __all__ = ["BITS", "SettingsChecksum"]
 BITS = 32
 """Length of the checksum."""
 
-# Immutable types. Their values are compared directly, because a description costs more.
+# Immutable types, compared by value, because a description costs more.
 _CONSTANT = frozenset([bool, float, int, str, type(None)])
 
 
@@ -41,12 +41,17 @@ class SettingsChecksum:
             22 and 96 us after a change.
         """
         values = self._read()
+        # Names and values in one flat list, which Python compares faster than a description.
         seen = [*values, *map(_constant, values.values())]
+        # The last checksum is valid while all values are equal; schedules are evaluated by `read`.
         if seen != self._seen:
             self._values, self._seen = values, seen
+            # Sorted, because the order of names may differ between ranks.
             text = "\n".join(sorted(f"{fact.name} {fact.words}" for fact in self.facts()))
+            # Big-endian, so that the bits are in the same order on every machine.
             crc = np.array([zlib.crc32(text.encode())], ">u4")
             self._bits = np.unpackbits(crc.view(np.uint8)).astype(np.float64)
+        # The caller copies the bits into its buffer, so the array is shared between steps.
         return self._bits
 
     def facts(self) -> list[Fingerprint]:

@@ -17,12 +17,15 @@ from strategies.core.sparse import Rows
 
 __all__ = ["StepExchange", "StepHeader"]
 
-# Positions in the array that all ranks add up. Two numbers follow for each leaf: of ranks with a
-# gradient; and of ranks with a sparse one, plus `_MADE` times that of ranks that made one dense.
-# The number of steps is equal on all ranks if P times the sum of its squares is the square of its
-# sum. It counts since the last multiple of `_TURN`, so that the square is exact in float64.
-# The settings are equal if each bit of their checksum is set on all ranks or on none.
-_REFUSED, _CHANGED, _RETRY, _APART, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _SETTINGS = range(9)
+# Positions in the array that all ranks sum. Two numbers per leaf follow: the number of ranks with a
+# gradient; and the number of ranks with a sparse one, plus `_MADE` times the number of ranks that
+# made one dense.
+# Step numbers are equal on all ranks if P times the sum of squares equals the square of the sum.
+# They count from the last multiple of `_TURN`, so that the square is exact in float64.
+# Settings are equal if each bit of their checksum is set on all ranks or on none; ranks that have
+# joined do not count, as their schedules have stopped.
+(_REFUSED, _CHANGED, _RETRY, _APART, _EXAMPLES, _WEIGHTED, _STEPS, _SQUARES, _JOINED,
+    _SETTINGS) = range(10)  # fmt: skip
 _HEAD = _SETTINGS + BITS
 
 _TURN = 1 << 12
@@ -31,15 +34,16 @@ _MADE = 1 << 20  # above any number of ranks; its sums are exact in float64
 
 
 class StepHeader:
-    """What the ranks have told each other; the same on all of them.
+    """The sums of all ranks' facts; the same on all ranks.
 
     Attributes:
-        refused: a rank has an error.
-        changed: a rank has other leaves than in the last step.
-        retry: on some rank, what was reduced before the step is not what the step needs.
-        apart: on some rank, passes did not come together.
-        examples: of all ranks.
-        dense: leaves with a gradient on any rank, none of them sparse.
+        refused: whether any rank has an error.
+        changed: whether any rank has other leaves than in the last step.
+        retry: whether any rank needs another reduction than the one before the step.
+        apart: whether any rank received its passes one by one.
+        examples: number of examples of all ranks.
+        joined: number of ranks that have joined.
+        dense: leaves with a gradient on any rank, none of which is sparse.
         sparse: leaves with a sparse gradient on any rank.
         made_dense: leaves whose sparse gradient was made dense on any rank.
         settings_differ: whether the checksums of the settings differ.
@@ -48,14 +52,18 @@ class StepHeader:
     def __init__(self, sums: npt.NDArray[np.float64], size: int) -> None:
         self._sums = sums
         bits = sums[_SETTINGS:_HEAD]
-        self.settings_differ = bool(bits @ (size - bits))
+        self.joined = int(sums[_JOINED])
+        # If a bit is equal on all P ranks, its sum is 0 or P, and `sum * (P - sum)` is 0.
+        self.settings_differ = bool(bits @ (size - self.joined - bits))
         leaves = (len(sums) - _HEAD) // 2
         self._present = sums[_HEAD : _HEAD + leaves]
+        # Two counts in one number: ranks with rows, and `_MADE` times ranks that made them dense.
         made, self._rows = np.divmod(sums[_HEAD + leaves :], _MADE)
         self.refused, self.changed, self.retry, self.apart = (
             bool(sums[i]) for i in (_REFUSED, _CHANGED, _RETRY, _APART)
         )
         self.examples = float(sums[_EXAMPLES])
+        # Rows on one rank and a dense gradient on another: sparse here, rejected by `check`.
         self.dense = set(np.flatnonzero((self._present > 0) & (self._rows == 0)).tolist())
         self.sparse: list[int] = np.flatnonzero(self._rows > 0).tolist()
         self.made_dense: list[int] = np.flatnonzero(made > 0).tolist()
@@ -63,33 +71,37 @@ class StepHeader:
     def check(
         self, comm: cc.Communicator, rule: AveragingOptions, steps: int, names: Sequence[str]
     ) -> None:
-        """Find what is wrong in the sums; the same on all ranks.
+        """Raise if the sums show an error; on all ranks.
 
         Args:
             comm: the ranks.
-            rule: by which gradients are combined.
-            steps: of this rank.
-            names: of the leaves.
+            rule: options of the averaging.
+            steps: step number of this rank.
+            names: names of the leaves.
 
         Raises:
             MismatchError, ValueError: as `Averaging.average`.
         """
         sums, size = self._sums, comm.size
+        # P * sum(x^2) = (sum x)^2 holds only if all x are equal (Cauchy-Schwarz). It needs sums
+        # alone, so the check costs no message of its own.
         if sums[_SQUARES] * size != sums[_STEPS] ** 2:
             raise cc.MismatchError(
                 "apply_gradients: ranks are not in the same step, expected the same number of "
                 f"steps everywhere, got {sums[_STEPS] / size + steps // _TURN * _TURN:g} on "
                 f"average and {steps} on {extend.describe_ranks(comm, comm.rank)}"
             )
-        if sums[_WEIGHTED] not in (0, size):
+        # On none or on all: weighted and unweighted means must not be added.
+        if sums[_WEIGHTED] not in (0, size - self.joined):
             raise ValueError(
-                "apply_gradients: some ranks have given examples, expected all or none, got "
+                "apply_gradients: some ranks have passed examples, expected all or none, got "
                 f"{sums[_WEIGHTED]:g} of {size}"
             )
         if sums[_WEIGHTED] and rule.op is not cc.MEAN:
             raise ValueError("apply_gradients: examples weight a mean, expected MEAN, got SUM")
         if sums[_WEIGHTED] and self.examples <= 0:
             raise ValueError("apply_gradients: no rank has an example, expected at least one")
+        # A rank without a gradient adds to neither count, so it fits both kinds.
         for i in self.sparse:
             if self._rows[i] < self._present[i]:
                 raise ValueError(
@@ -100,15 +112,16 @@ class StepHeader:
 
 
 class StepExchange:
-    """The sums of the ranks of one group about some leaves; made by all of them together.
+    """Sums facts about a step over the ranks; the constructor is *collective*.
 
     Args:
         comm: the ranks.
-        leaves: how many.
+        leaves: number of leaves.
     """
 
     def __init__(self, comm: cc.Communicator, leaves: int = 0) -> None:
         self._size = comm.size
+        # In memory that the ranks of a node share, so that the plan reads it without a copy.
         self._sums = comm.shared_empty(_HEAD + 2 * leaves, np.float64)
         self._reduce: Any = comm.plan_allreduce(self._sums, op=cc.SUM)
 
@@ -121,16 +134,17 @@ class StepExchange:
         changed: bool,
         settings: npt.NDArray[np.float64],
     ) -> StepHeader:
-        """Tell all ranks of this one, and learn of them; *collective*.
+        """Exchange the facts of all ranks; *collective*.
 
         Args:
-            contribution: of this rank.
-            steps: how many it has made, with this one.
-            retry: what this rank has reduced before the step is not what the step needs.
-            changed: it has other leaves than the exchange is for.
+            contribution: this rank's contribution.
+            steps: step number of this rank.
+            retry: whether this rank needs another reduction than the one before the step.
+            changed: whether this rank has other leaves than the exchange was made for.
             settings: `SettingsChecksum.checksum` of this rank; zeros if the rule skips them.
         """
         sums = self._sums
+        # The reduction has left the sums of all ranks here, so every fact is written again.
         sums[:] = 0
         sums[_REFUSED] = contribution.error is not None
         sums[_RETRY] = retry
@@ -139,7 +153,9 @@ class StepExchange:
         sums[_WEIGHTED] = contribution.examples is not None
         turn = steps % _TURN
         sums[_STEPS], sums[_SQUARES] = turn, turn**2
-        sums[_SETTINGS:_HEAD] = settings
+        sums[_JOINED] = contribution.joined
+        sums[_SETTINGS:_HEAD] = 0 if contribution.joined else settings
+        # A rank with other leaves has another number of them, so it sends no facts per leaf.
         if contribution.error is None and changed:
             sums[_CHANGED] = True
         elif contribution.error is None:
@@ -148,4 +164,5 @@ class StepExchange:
             sums[middle:] = [isinstance(g, Rows) for g in contribution.gradients]
             sums[[middle + i for i in contribution.made_dense]] = _MADE
         self._reduce()
+        # A copy, because the next exchange overwrites the buffer.
         return StepHeader(sums.copy(), self._size)

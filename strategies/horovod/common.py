@@ -30,12 +30,11 @@ from strategies.horovod.operations import (
     grouped_allgather_async,
     grouped_allreduce_async,
     grouped_reducescatter_async,
-    join,
     poll,
     reducescatter_async,
     synchronize,
 )
-from strategies.horovod.optimizer import DistributedOptimizer
+from strategies.horovod.optimizer import DistributedOptimizer, join
 from strategies.horovod.process_sets import ProcessSet, global_process_set
 
 __all__ = [
@@ -89,7 +88,7 @@ def mpi_threads_supported() -> bool:
 
 
 def mpi_built() -> bool:
-    """Return True: messages go by MPI."""
+    """Return True, because messages use MPI."""
     return True
 
 
@@ -97,14 +96,14 @@ mpi_enabled = mpi_built
 
 
 def gloo_built() -> bool:
-    """Return False: Gloo is not used."""
+    """Return False, because Gloo is not used."""
     return False
 
 
 def nccl_built() -> int:
-    """Return 0: NCCL is not used by default.
+    """Return 0, because NCCL is not used by default.
 
-    Programs ask whether NCCL reduces gradients on GPUs. Horovod's names reduce by MPI;
+    Programs ask whether NCCL reduces gradients on GPUs. Horovod's names reduce by MPI.
     `algorithm="nccl"` or UNISONO_NCCL makes `collectives` reduce by NCCL.
     """
     return 0

@@ -11,11 +11,11 @@ __all__ = ["Compression", "Compressor"]
 
 
 class Compressor:
-    """What `compression=` takes: an object with `compress` and `decompress`.
+    """Value of `compression=`: an object with `compress` and `decompress`.
 
     Args:
-        dtype: in which floating-point arrays travel; None: as they are.
-        codec: how `DistributedOptimizer` compresses buckets.
+        dtype: dtype of floating-point arrays in messages; None keeps theirs.
+        codec: compression of buckets in `DistributedOptimizer`.
     """
 
     def __init__(self, dtype: str | None, codec: cc.Compression) -> None:
@@ -23,19 +23,21 @@ class Compressor:
         self.codec = codec
 
     def compress(self, tensor: Any) -> tuple[Any, Any]:
-        """Return what travels, and what `decompress` needs; integers as they are."""
+        """Return the array to send, and the context for `decompress`; integers are unchanged."""
         own = array_ops.dtype_name(tensor)
+        # Integers and complex numbers would lose their values in 16 bits.
         if self._dtype is None or own not in array_ops.COMPUTE:
             return tensor, None
         return array_ops.astype(tensor, self._dtype), own
 
     def decompress(self, tensor: Any, context: Any) -> Any:
-        """Return the result in the dtype that was given."""
+        """Return the result in the original dtype."""
+        # Without a context the array was sent unchanged.
         return tensor if context is None else array_ops.astype(tensor, context)
 
 
 class Compression:
-    """The compressions that there are."""
+    """The available compressions."""
 
     none = Compressor(None, cc.NONE)
     fp16 = Compressor("float16", cc.FP16)

@@ -7,8 +7,8 @@ import collectives as cc
 __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]
 
 HorovodInternalError = cc.CollectiveError
-"""What ranks learn of each other; a wrong shape is a `MismatchError`, a lost rank `PeerFailure`."""
+"""Base of errors about other ranks, such as `MismatchError` for shapes and `PeerFailure`."""
 
 
 class HostsUpdatedInterrupt(RuntimeError):
-    """Hosts have joined or left; never raised, since no rank is added while a job runs."""
+    """Hosts have joined or left; never raised, because no rank is added to a running job."""

@@ -14,12 +14,12 @@ __all__ = ["Handle", "poll", "start", "synchronize"]
 
 
 class Handle:
-    """A call under way; made by the operations that end in `_async`.
+    """A call in progress; returned by operations whose names end in `_async`.
 
     Args:
-        bound: among whom.
+        bound: process set of the call.
         pending: the call.
-        finish: makes what is returned of its results.
+        finish: converts the results to the return value.
     """
 
     def __init__(
@@ -30,18 +30,19 @@ class Handle:
         self._settled = False  # whether the program has seen the call completed
 
     def __del__(self) -> None:
-        """Let the next wait for a call free the name."""
+        """Free the name at the next wait for a call."""
+        # `__del__` may run in any thread and during a round, so it takes no lock.
         if not self._settled and self._bound.controller is not None:
             self._bound.controller.names.drop(self._pending)
 
     def done(self) -> bool:
-        """Tell whether `wait` would return, or raise, at once."""
+        """Return whether `wait` would return or raise at once."""
         if self._pending.done:
             self._settle()
         return self._pending.done
 
     def wait(self) -> Any:
-        """Wait until it is done; returns the result, or raises what has gone wrong."""
+        """Wait for the call; return its result or raise its error."""
         pending = self._pending
         if not pending.done:
             assert self._bound.controller is not None
@@ -49,8 +50,10 @@ class Handle:
         self._settle()
         if pending.error is not None:
             raise pending.error
+        # Called once: a second `wait` returns the same objects.
         if self._finish is not _nothing:
             self._result, self._finish = self._finish(pending.results), _nothing
+            # The converted result is kept; the raw arrays may be large.
             pending.results = ()
         return self._result
 
@@ -59,11 +62,12 @@ class Handle:
             self._settled = True
             assert self._bound.controller is not None
             self._bound.controller.names.remove(self._pending)
+            # Names of dropped handles are freed here, in the program's thread.
             self._bound.controller.names.sweep()
 
 
 def _nothing(results: Sequence[Any]) -> None:
-    """Stand for what was called already."""
+    """Mark `finish` as already called."""
 
 
 def start(
@@ -74,21 +78,22 @@ def start(
     *,
     alone: bool = True,
 ) -> Handle:
-    """Check a call, and let it begin; or tell the others that this rank has refused it.
+    """Check a call and start it; announce a rejected call to the other ranks.
 
     Args:
-        operation: for errors.
-        process_set: among whom.
-        name: by which ranks find each other's calls.
-        prepare: checks the arguments, and says what they mean.
-        alone: whether nobody waits for it at once.
+        operation: name in errors.
+        process_set: process set of the call.
+        name: name that identifies the call on all ranks; None for a number.
+        prepare: checks the arguments and returns the request.
+        alone: whether the caller does not wait for the call immediately.
 
     Raises:
-        TypeError, ValueError: of `prepare`; or the name is in use.
+        TypeError, ValueError: from `prepare`; or the name is in use.
     """
     bound = process_set.bound(operation)
     controller = bound.controller
     assert controller is not None
+    # Counted for rejected calls as well, since other ranks count theirs.
     key = RequestKey(None, next(controller.unnamed)) if name is None else RequestKey(str(name))
     try:
         if key.name in controller.names:
@@ -99,26 +104,28 @@ def start(
         call = prepare(bound)
     except (TypeError, ValueError) as error:
         refused = RequestSignature(operation, refused=f"{type(error).__name__}: {error}")
+        # Announced, so that the ranks that make this call raise instead of waiting.
         controller.submit(PendingRequest(key, refused), alone=True)
         raise
     pending = PendingRequest(key, call.description, call.arrays, call.targets, call.splits)
     handle = Handle(bound, pending, call.finish)
     controller.submit(pending, alone=alone)
+    # After `submit`: a call that was rejected must not occupy the name.
     controller.names.add(pending)
     return handle
 
 
 def poll(handle: Handle) -> bool:
-    """Tell whether `synchronize` would return at once."""
+    """Return whether `synchronize` would return at once."""
     return _handle(handle).done()
 
 
 def synchronize(handle: Handle) -> Any:
-    """Wait until a call is done; returns its result. A second time it returns the same.
+    """Wait for a call and return its result; repeated calls return the same result.
 
     Raises:
-        TypeError: this is not a handle.
-        MismatchError: the ranks do not mean the same call, or another rank has refused it.
+        TypeError: `handle` is not a handle.
+        MismatchError: the call differs among ranks, or another rank has rejected it.
         CollectiveTimeout: some ranks have not made the call; the error names them.
         PeerFailure: a rank has died.
     """

@@ -1,6 +1,6 @@
 """Import hook: `import horovod.torch` returns this package's module.
 
-For programs that are not to be changed, and for libraries that import Horovod by themselves.
+For programs that you do not want to change, and for libraries that import Horovod.
 """
 
 from __future__ import annotations
@@ -16,12 +16,12 @@ from typing import Any
 __all__ = ["VERSION", "install"]
 
 VERSION = "0.28.1"
-"""Version of Horovod that has these names: its last release."""
+"""Version of Horovod whose names are provided: its last release."""
 
 _OF_TORCH = "strategies.horovod.torch"
 _ELASTIC = "strategies.horovod.elastic"
 
-# Where the names of a module of Horovod are. Those below `horovod.torch` are all in one here.
+# Horovod's module -> the module here with its names. `horovod.torch.*` are one module here.
 _MODULES = {
     "horovod": "strategies.horovod",
     "horovod.common": "strategies.horovod.common",
@@ -41,42 +41,47 @@ _MODULES = {
 
 
 def install() -> None:
-    """Let `horovod` be what is here, in this process; harmless when repeated.
+    """Make `horovod` resolve to this package in this process; harmless when repeated.
 
     Raises:
-        RuntimeError: Horovod itself has been imported before.
+        RuntimeError: Horovod itself is imported already.
     """
     if any(isinstance(finder, _AliasFinder) for finder in sys.meta_path):
         return
+    # Modules of Horovod itself would be mixed with names from here.
     if "horovod" in sys.modules:
         raise RuntimeError("install: expected that horovod is not imported yet, but it is")
+    # In front, so that an installed Horovod is not found.
     sys.meta_path.insert(0, _AliasFinder())
 
 
 class _AliasFinder(MetaPathFinder):
-    """Finds Horovod's modules before Python looks for them elsewhere."""
+    """Finds Horovod's modules before Python's other finders."""
 
     def find_spec(
         self, fullname: str, path: Sequence[str] | None, target: ModuleType | None = None
     ) -> ModuleSpec | None:
-        """Return how to make a module; None for those of others."""
+        """Return the specification of a module; None for other packages."""
         if fullname in _MODULES:
+            # As packages, because each of them may have submodules.
             return ModuleSpec(fullname, _Loader(), is_package=True)
         if fullname.startswith("horovod."):
+            # Raised here, as another finder would look for an installed Horovod.
             raise ModuleNotFoundError(
-                f"{fullname} is not here, expected one of {', '.join(sorted(_MODULES))}",
+                f"{fullname} is not available, expected one of {', '.join(sorted(_MODULES))}",
                 name=fullname,
             )
         return None
 
 
 class _Loader(Loader):
-    """Makes a module whose names are those of one here."""
+    """Loads a module with the names of a module here."""
 
     def exec_module(self, module: ModuleType) -> None:
-        """Let it have these names."""
+        """Copy the names."""
         ours: Any = importlib.import_module(_MODULES[module.__name__])
         names = getattr(ours, "__all__", ())
+        # The names are copied, so `horovod.torch` is a module of its own with its own `__name__`.
         module.__dict__.update({name: getattr(ours, name) for name in names})
         module.__doc__ = ours.__doc__
         if module.__name__ == "horovod":

@@ -4,9 +4,9 @@
     transformation = hvd.DistributedOptimizer(optax.adam(1e-3))
     params = hvd.broadcast_parameters(params)
 
-Arrays of JAX do not change: the operations that change arrays in place are absent, and
-`broadcast_parameters` returns new ones. Outside of compiled functions; inside of these it is
-`DistributedOptimizer` that averages.
+JAX arrays are immutable: in-place operations are absent, and `broadcast_parameters` returns new
+arrays. Call the operations outside of compiled functions. Inside of them `DistributedOptimizer`
+averages.
 """
 
 from __future__ import annotations
@@ -45,7 +45,8 @@ __all__ += common.__all__
 def broadcast_parameters(
     params: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Return the parameters of one rank, in a tree like that of `params`; *collective*."""
+    """Return the parameters of one rank in a tree like `params`; *collective*."""
     bound = process_set.bound("broadcast_parameters")
+    # -1 is rejected by the broadcast, with the same error on all ranks.
     root = bound.ranks.index(root_rank) if root_rank in bound.ranks else -1
     return broadcasts.broadcast_parameters(params, root, comm=bound.comm)

@@ -1,6 +1,6 @@
-"""`hvd.broadcast_object`, `broadcast_parameters` and relatives.
+"""`hvd.broadcast_object`, `broadcast_parameters` and related functions.
 
-These are not found by name: all ranks call them in the same order.
+They are not matched by name: all ranks call them in the same order.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ def broadcast_object(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the object of one rank, by pickle; *collective*. `name` is not looked at."""
+    """Return the object of one rank, by pickle; *collective*. `name` is ignored."""
     bound = process_set.bound("broadcast_object")
     assert bound.comm is not None
     return bound.comm.broadcast_object(obj, _root(bound, root_rank, "broadcast_object"))
@@ -35,7 +35,7 @@ def broadcast_object(
 def allgather_object(
     obj: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> list[Any]:
-    """Return the objects of all ranks, by pickle; *collective*. `name` is not looked at."""
+    """Return the objects of all ranks, by pickle; *collective*. `name` is ignored."""
     bound = process_set.bound("allgather_object")
     assert bound.comm is not None
     return list(bound.comm.allgather_object(obj))
@@ -44,13 +44,13 @@ def allgather_object(
 def broadcast_parameters(
     params: Any, root_rank: int = 0, process_set: ProcessSet = global_process_set
 ) -> None:
-    """Give every rank the parameters of one; *collective*.
+    """Broadcast the parameters of one rank; *collective*.
 
     Args:
-        params: what `strategies.broadcast_parameters` takes: a `state_dict()`,
-            `named_parameters()`, a module.
-        root_rank: whose, as a rank of the world.
-        process_set: among whom.
+        params: as for `strategies.broadcast_parameters`: a `state_dict()`, `named_parameters()`, a
+            module.
+        root_rank: rank with the parameters, as a rank of the world.
+        process_set: the ranks.
     """
     bound = process_set.bound("broadcast_parameters")
     root = _root(bound, root_rank, "broadcast_parameters")
@@ -63,7 +63,7 @@ def broadcast_optimizer_state(
     model: Any = None,
     process_set: ProcessSet = global_process_set,
 ) -> None:
-    """Give every rank the state of one rank's optimizer; *collective*. `model` is not looked at."""
+    """Broadcast the optimizer state of one rank; *collective*. `model` is ignored."""
     bound = process_set.bound("broadcast_optimizer_state")
     root = _root(bound, root_rank, "broadcast_optimizer_state")
     broadcasts.broadcast_optimizer_state(optimizer, root, comm=bound.comm)
@@ -72,11 +72,11 @@ def broadcast_optimizer_state(
 def metric_average(
     metrics: Any, examples: float = 1, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Average a metric, or several by name; as `strategies.metric_average`."""
+    """Average one or several metrics; as `strategies.metric_average`."""
     comm = process_set.bound("metric_average").comm
     return of_ranks.metric_average(metrics, examples, comm=comm)
 
 
 def _root(bound: Bound, root_rank: int, operation: str) -> int:
-    """Return a root's number in the process set; what is no root is for the operation to refuse."""
+    """Return a root's number in the process set; -1 for other ranks, which operations reject."""
     return bound.ranks.index(root_rank) if root_rank in bound.ranks else -1

@@ -1,11 +1,11 @@
 """Named operations on arrays of any library.
 
-Each has a form that returns a `Handle` at once; `synchronize` waits for it. Ranks may make calls in
-any order: those of one `name` belong together, and calls without a name in the order in which they
-are made. Arrays must not change until a call is done.
+Each operation has a form that returns a `Handle` at once; `synchronize` waits for it. Ranks may
+make calls in any order. Calls with the same `name` match; calls without a name match in the order
+in which they are made. Arrays must not change until the call is done.
 
-An error in the arguments is raised at once on the rank that has made it, and as a `MismatchError`
-by the same call of the others.
+Invalid arguments raise at once on their rank. The same call on the other ranks raises a
+`MismatchError`.
 """
 
 from __future__ import annotations
@@ -61,7 +61,6 @@ __all__ = [
     "grouped_allreduce_async_",
     "grouped_reducescatter",
     "grouped_reducescatter_async",
-    "join",
     "poll",
     "reducescatter",
     "reducescatter_async",
@@ -82,17 +81,17 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Reduce the arrays of all ranks; returns a new array.
+    """Reduce the arrays of all ranks; return a new array.
 
     Args:
         tensor: shape (...); the same shape and dtype on all ranks.
-        average: as `op=Average`, or `op=Sum` if False.
-        name: by which ranks find each other's calls.
-        compression: how it travels.
-        op: Average, the default; of integers it is rounded towards zero. Sum, Min, Max, Product.
-        prescale_factor: what arrays are multiplied by before.
-        postscale_factor: what the result is multiplied by.
-        process_set: among whom.
+        average: True is `op=Average`, False is `op=Sum`.
+        name: name that identifies the call on all ranks.
+        compression: compression of the messages.
+        op: Average (default; rounded toward zero for integers), Sum, Min, Max or Product.
+        prescale_factor: factor of the arrays before the reduction.
+        postscale_factor: factor of the result.
+        process_set: the ranks.
     """
     how = allreduce_request(
         [tensor], average, op, prescale_factor, postscale_factor, compression, one=True
@@ -155,7 +154,7 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Reduce several arrays by one call; returns new ones."""
+    """Reduce several arrays by one call; return new arrays."""
     how = allreduce_request(tensors, average, op, prescale_factor, postscale_factor, compression)
     return list(start("allreduce", process_set, name, how, alone=False).wait())
 
@@ -215,9 +214,9 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> Any:
-    """Reduce the arrays of all ranks, and keep a share of the rows.
+    """Reduce the arrays of all ranks, and return this rank's share of the rows.
 
-    The first ranks get one row more where the rows cannot be shared evenly.
+    If the rows cannot be divided evenly, the first ranks get one row more.
     """
     how = reducescatter_request(
         [tensor], op, prescale_factor, postscale_factor, compression, one=True
@@ -247,7 +246,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[Any]:
-    """Make several reduce-scatters by one call."""
+    """Reduce-scatter several arrays by one call."""
     how = reducescatter_request(tensors, op, prescale_factor, postscale_factor, compression)
     return list(start("reducescatter", process_set, name, how, alone=False).wait())
 
@@ -271,7 +270,7 @@ def grouped_reducescatter_async(
 def allgather(
     tensor: Any, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> Any:
-    """Join the arrays of all ranks along their first axis, which may differ in length."""
+    """Concatenate the arrays of all ranks along the first axis, whose length may differ."""
     how = allgather_request([tensor], one=True)
     return start("allgather", process_set, name, how, alone=False).wait()
 
@@ -288,7 +287,7 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[Any]:
-    """Join several arrays by one call."""
+    """Gather several arrays by one call."""
     joined = start("allgather", process_set, name, allgather_request(tensors), alone=False).wait()
     return list(joined)
 
@@ -308,16 +307,16 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Give every rank some rows, and join what all ranks give to this one.
+    """Send rows to every rank, and return the rows that all ranks sent to this one.
 
     Args:
         tensor: shape (n, ...).
-        splits: how many rows for every rank; they add up to n. None: the same for all.
+        splits: number of rows for each rank, with sum n; None divides them evenly.
         name: as for `allreduce`.
         process_set: as for `allreduce`.
 
     Returns:
-        The rows; with `splits` a pair of these, and of how many each rank has given.
+        The rows; with `splits` a pair of the rows and the number of rows from each rank.
     """
     how = alltoall_request(tensor, splits)
     return start("alltoall", process_set, name, how, alone=False).wait()
@@ -339,7 +338,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Return the array of one rank, whose number is that of the world, in a new one."""
+    """Return the array of one rank as a new array; `root_rank` is a rank of the world."""
     how = broadcast_request(tensor, root_rank)
     return start("broadcast", process_set, name, how, alone=False).wait()
 
@@ -360,7 +359,7 @@ def broadcast_(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Overwrite an array by that of one rank."""
+    """Overwrite an array with that of one rank."""
     how = broadcast_request(tensor, root_rank, in_place=True)
     start("broadcast", process_set, name, how, alone=False).wait()
     return tensor
@@ -382,25 +381,6 @@ def broadcast_async_(
 
 
 def barrier(process_set: ProcessSet = global_process_set) -> None:
-    """Wait until all ranks are here."""
+    """Wait until all ranks have called this."""
     what = RequestSpec(RequestSignature("barrier"), (), lambda results: None)
     start("barrier", process_set, None, lambda bound: what, alone=False).wait()
-
-
-def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:
-    """Say that this rank has no more data, and wait until all ranks do.
-
-    Meanwhile it takes part in what the others do: an all-reduce is then one over the ranks that
-    still have data, whatever its op; an Average divides by their number. It gives no rows to an
-    allgather. An alltoall or a reducescatter, and a broadcast from it, is an error on all ranks.
-
-    Args:
-        device: not looked at.
-        process_set: among whom.
-
-    Returns:
-        The rank that has called this last; the same on all ranks.
-    """
-    bound = process_set.bound("join")
-    assert bound.controller is not None
-    return bound.ranks[bound.controller.join()]

@@ -12,14 +12,14 @@ __all__ = ["Bound", "ProcessSet", "global_process_set"]
 
 
 class Bound(NamedTuple):
-    """What a process set is once it has been added.
+    """The state of a process set that has been added.
 
     Attributes:
-        session: what it was added to.
-        number: its own.
-        ranks: of the world, sorted.
-        comm: of operations that all members make in one order; None on other ranks.
-        controller: of those that are found by name; None on other ranks.
+        session: its `HorovodContext`.
+        number: its number.
+        ranks: its ranks of the world, sorted.
+        comm: communicator for operations in the same order on all members; None on other ranks.
+        controller: controller of named operations; None on other ranks.
     """
 
     session: Any
@@ -30,24 +30,26 @@ class Bound(NamedTuple):
 
 
 class ProcessSet:
-    """Some ranks of the world, numbered anew in their order.
+    """Some ranks of the world, renumbered in their order.
 
     Args:
-        ranks: each at most once, in any order.
+        ranks: ranks of the world, each at most once, in any order.
 
     Attributes:
-        ranks: sorted.
-        process_set_id: its number, None before it was added and after it was removed.
+        ranks: the ranks, sorted.
+        process_set_id: its number; None before it is added and after it is removed.
     """
 
     def __init__(self, ranks: Iterable[int]) -> None:
+        # Sorted, because members are numbered in the order of the world.
         self.ranks = sorted(int(rank) for rank in ranks)
         if len(set(self.ranks)) != len(self.ranks):
             raise ValueError(f"ProcessSet: a rank is listed twice, got {self.ranks}")
+        # Set by `init` or `add_process_set`; None means that the set is not usable.
         self._bound: Bound | None = None
 
     def __copy__(self) -> ProcessSet:
-        """Return this set: a model that holds it can be copied."""
+        """Return this set, so that a model that holds it can be copied."""
         return self
 
     def __deepcopy__(self, memo: dict[int, Any]) -> ProcessSet:
@@ -55,33 +57,34 @@ class ProcessSet:
 
     @property
     def process_set_id(self) -> int | None:
-        """Its number."""
+        """Its number; None if it is not added."""
         return None if self._bound is None else self._bound.number
 
     def included(self) -> bool | None:
-        """Whether this rank is a member; None unless it was added."""
+        """Return whether this rank is a member; None if the set is not added."""
         return None if self._bound is None else self._bound.comm is not None
 
     def size(self) -> int | None:
-        """Return the number of members; None unless it was added."""
+        """Return the number of members; None if the set is not added."""
         return None if self._bound is None else len(self._bound.ranks)
 
     def rank(self) -> int | None:
-        """Return this rank's number among the members; None if it has none."""
+        """Return this rank's number among the members; None if it is not a member."""
         comm = None if self._bound is None else self._bound.comm
         return None if comm is None else comm.rank
 
     def bind(self, bound: Bound | None) -> None:
-        """Note that it was added, or removed."""
+        """Record that the set was added (or removed, if None)."""
         self._bound = bound
+        # The global set gets its ranks by `init`.
         if bound is not None:
             self.ranks = list(bound.ranks)
 
     def bound(self, operation: str) -> Bound:
-        """Return what it is.
+        """Return the state of the set.
 
         Raises:
-            ValueError: it was not added, or this rank is not a member.
+            ValueError: the set is not added, or this rank is not a member.
         """
         bound = self._bound
         if bound is None:
@@ -96,11 +99,12 @@ class ProcessSet:
         return bound
 
     def own_ranks(self, operation: str) -> cc.Communicator:
-        """Return the communicator of the members; on another rank one of that rank alone.
+        """Return the communicator of the members; on other ranks one of that rank alone.
 
         Raises:
-            ValueError: it was not added.
+            ValueError: the set is not added.
         """
+        # On other ranks than members, steps are local.
         if self._bound is not None and self._bound.comm is None:
             alone: cc.Communicator = self._bound.session.alone()
             return alone

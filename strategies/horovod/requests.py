@@ -1,7 +1,7 @@
 """Named requests: validated arguments and their description.
 
-Each function returns what `handles.start` calls once the call has its number: so an error of
-this rank is told to the others, and nobody waits for it.
+Each function returns a function for `handles.start`, which calls it once the call has its number.
+So the error of one rank reaches all ranks, and no rank waits for the call.
 """
 
 from __future__ import annotations
@@ -37,11 +37,11 @@ __all__ = [
 Average, Sum, Min, Max, Product = cc.MEAN, cc.SUM, cc.MIN, cc.MAX, cc.PRODUCT
 
 Adasum = "Adasum"
-"""Not supported: using it is an error that says what to use."""
+"""Not supported; its use raises an error that names alternatives."""
 
 
 class RequestSpec(NamedTuple):
-    """What a call means, once its arguments are checked."""
+    """A call with validated arguments."""
 
     description: RequestSignature
     arrays: Sequence[Any]
@@ -61,13 +61,14 @@ _DTYPES = frozenset(
 
 
 def _array(x: Any) -> Any:
-    """Return what `arrays` knows: numbers and lists become NumPy arrays, tensors lose autograd."""
+    """Return a supported array: numbers and lists become NumPy arrays, tensors are detached."""
     if not array_ops.is_array(x):
         x = np.asarray(x)
     if array_ops.dtype_name(x) not in _DTYPES:
         raise TypeError(f"expected an array of numbers, got one of {array_ops.dtype_name(x)}")
     if getattr(x, "is_sparse", False):
         raise TypeError("expected a dense tensor, got a sparse one; see sparse_allreduce_async")
+    # Detached: results of an asynchronous call have no graph.
     return x.detach() if hasattr(x, "detach") else x
 
 
@@ -76,6 +77,7 @@ def _kind(x: Any) -> tuple[str, tuple[int, ...]]:
 
 
 def _row(x: Any) -> tuple[str, tuple[int, ...]]:
+    # The first axis may differ between ranks.
     return array_ops.dtype_name(x), tuple(x.shape[1:])
 
 
@@ -90,7 +92,7 @@ def allreduce_request(
     in_place: bool = False,
     one: bool = False,
 ) -> Callable[[Bound], RequestSpec]:
-    """Describe an all-reduce; `one` array is returned as such, several in a list."""
+    """Describe an all-reduce. `one` array is returned without a list."""
 
     def prepare(bound: Bound) -> RequestSpec:
         if average is not None and op is not None:
@@ -112,7 +114,7 @@ def reducescatter_request(
     *,
     one: bool = False,
 ) -> Callable[[Bound], RequestSpec]:
-    """Describe a reduce-scatter, as `reduction` does."""
+    """Describe a reduce-scatter; as `allreduce_request`."""
 
     def prepare(bound: Bound) -> RequestSpec:
         sent = _Payload(tensors, (before, after), compression, one=one)
@@ -126,7 +128,7 @@ def reducescatter_request(
 
 @dataclass(frozen=True)
 class _Payload:
-    """What is reduced, and how it travels; see `allreduce`."""
+    """The arrays to reduce and their options; see `allreduce`."""
 
     tensors: Sequence[Any]
     factors: tuple[float, float]
@@ -140,6 +142,7 @@ def _reducing(operation: str, op: Any, sent: _Payload) -> RequestSpec:
         raise ValueError(
             f"{operation}: Adasum is not supported, expected Average, Sum, Min, Max or Product"
         )
+    # JAX arrays have `at` instead of assignment.
     if sent.in_place and any(
         not array_ops.is_array(x) or hasattr(x, "at") for x in sent.tensors
     ):  # numbers, or arrays of JAX
@@ -147,9 +150,11 @@ def _reducing(operation: str, op: Any, sent: _Payload) -> RequestSpec:
     given = [_array(x) for x in sent.tensors]
     for x in given:
         _check(operation, op, array_ops.dtype_name(x))
+    # Compressed before the factor, as Horovod does.
     pairs = [sent.compression.compress(x) for x in given]
     before, after = (float(factor) for factor in sent.factors)
     small = [scaled(x, before) for x, _ in pairs]
+    # After compression, so that ranks with other compressions differ in their dtype.
     what = RequestSignature(
         operation, tuple([_kind(x) for x in small]), op.value, -1, (before, after)
     )
@@ -161,6 +166,7 @@ def _reducing(operation: str, op: Any, sent: _Payload) -> RequestSpec:
         ]
         if sent.in_place:
             for target, result in zip(given, made, strict=True):
+                # `PendingRequest.succeed` has written results in place; only scaled copies remain.
                 if target is not result:
                     target[...] = result
             made = list(sent.tensors)
@@ -170,7 +176,7 @@ def _reducing(operation: str, op: Any, sent: _Payload) -> RequestSpec:
 
 
 def _check(operation: str, op: Any, dtype: str) -> None:
-    """Refuse a pair of op and dtype that has no meaning."""
+    """Reject pairs of op and dtype that are undefined."""
     if op not in (Average, Sum, Min, Max, Product):
         raise ValueError(
             f"{operation}: expected Average, Sum, Min, Max or Product as op, got {op!r}"
@@ -182,24 +188,27 @@ def _check(operation: str, op: Any, dtype: str) -> None:
 
 
 def scaled(x: Any, factor: float) -> Any:
-    """Multiply an array: integers rounded towards zero, 16-bit floats once at the end."""
+    """Multiply an array; integers round toward zero, 16-bit floats once after the product."""
     dtype = array_ops.dtype_name(x)
     if factor == 1:
         return x
     if "int" in dtype or dtype == "bool":
         host = array_ops.host(x)
+        # Through float64: integers above 2^53 lose digits.
         whole = np.asarray(x.cpu() if host is None else host).astype(np.float64) * factor
         return array_ops.on_same_device(x, np.trunc(whole).astype(dtype))
+    # 16-bit floats are multiplied in float32 and rounded once.
     return array_ops.astype(array_ops.arithmetic_dtype(x) * factor, dtype)
 
 
 def allgather_request(
     tensors: Sequence[Any], *, one: bool = False
 ) -> Callable[[Bound], RequestSpec]:
-    """Describe an all-gather; `one` array is returned as such, several in a list."""
+    """Describe an all-gather. `one` array is returned without a list."""
 
     def prepare(bound: Bound) -> RequestSpec:
         given = [_array(x) for x in tensors]
+        # A scalar counts as one row.
         rows = [x if len(x.shape) else x.reshape(1) for x in given]
         what = RequestSignature("allgather", tuple([_row(x) for x in rows]))
         return RequestSpec(what, rows, lambda results: results[0] if one else list(results))
@@ -222,6 +231,7 @@ def broadcast_request(
                 f"broadcast: expected an array to change in place, got {type(tensor).__name__}"
             )
         given = _array(tensor)
+        # The root's number in the set; programs pass its number in the world.
         what = RequestSignature("broadcast", (_kind(given),), root=bound.ranks.index(root))
         return RequestSpec(what, [given], lambda results: results[0], [given] if in_place else None)
 
@@ -244,6 +254,7 @@ def alltoall_request(tensor: Any, splits: Any) -> Callable[[Bound], RequestSpec]
                 )
             shares = [rows // size] * size
         else:
+            # `splits` may be a tensor or a list.
             shares = [int(n) for n in np.asarray(splits).reshape(-1)]
             if len(shares) != size or min(shares) < 0 or sum(shares) != rows:
                 raise ValueError(
@@ -252,6 +263,7 @@ def alltoall_request(tensor: Any, splits: Any) -> Callable[[Bound], RequestSpec]
                 )
 
         def finish(results: Sequence[Any]) -> Any:
+            # int32, as Horovod returns it.
             received = array_ops.on_same_device(given, np.asarray(results[1], np.int32))
             return results[0] if splits is None else (results[0], received)
 

@@ -4,7 +4,7 @@
     optimizer = hvd.DistributedOptimizer(optimizer, named_parameters=model.named_parameters())
     hvd.broadcast_parameters(model.state_dict(), root_rank=0)
 
-Operations that return new tensors go back in autograd; `autograd` says how.
+Operations that return new tensors are differentiable; `autograd` defines their gradients.
 """
 
 from __future__ import annotations
@@ -56,22 +56,23 @@ __all__ += common.__all__
 
 
 class SyncBatchNorm(sync_batch_norm.SyncBatchNorm):
-    """Batch normalisation over the rows of all ranks of a process set.
+    """Batch normalization over the rows of all ranks of a process set.
 
     Args:
-        arguments: as `strategies.torch.SyncBatchNorm`.
-        process_set: among whom; without `comm`.
+        arguments: as for `strategies.torch.SyncBatchNorm`.
+        process_set: the ranks, unless `comm` is set.
     """
 
     def __init__(
         self, *arguments: Any, process_set: ProcessSet = global_process_set, **how: Any
     ) -> None:
         super().__init__(*arguments, **how)
-        # Not the set of all ranks itself: models are copied.
+        # None instead of the global set, because models are copied.
         self._process_set = None if process_set is global_process_set else process_set
 
     def _ranks(self) -> cc.Communicator:
         among = self._process_set or global_process_set
+        # A rank outside of the set normalizes its own rows.
         return self._comm or among.own_ranks("SyncBatchNorm")
 
 
@@ -85,7 +86,8 @@ def allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Reduce the tensors of all ranks; as `operations.allreduce`, with a gradient."""
+    """Reduce the tensors of all ranks; as `operations.allreduce`, differentiable."""
+    # Sparse tensors have no backward function here.
     if isinstance(tensor, torch.Tensor) and tensor.is_sparse:
         return sparse_allreduce_async(tensor, name, _op(average, op), process_set)()
     return grouped_allreduce(
@@ -103,8 +105,9 @@ def grouped_allreduce(
     postscale_factor: float = 1.0,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Reduce several tensors by one call, with gradients."""
-    if average is not None and op is not None:  # which is refused
+    """Reduce several tensors by one call; differentiable."""
+    # The operation raises the error with its own words.
+    if average is not None and op is not None:  # raises
         return list(
             operations.grouped_allreduce(tensors, average, name, op=op, process_set=process_set)
         )
@@ -126,7 +129,7 @@ def reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> torch.Tensor:
-    """Reduce the tensors of all ranks, and keep a share of the rows, with a gradient."""
+    """Reduce the tensors of all ranks, and return this rank's share of the rows; differentiable."""
     return grouped_reducescatter(
         [tensor], name, compression, op, process_set, prescale_factor, postscale_factor
     )[0]
@@ -141,7 +144,7 @@ def grouped_reducescatter(
     prescale_factor: float = 1.0,
     postscale_factor: float = 1.0,
 ) -> list[torch.Tensor]:
-    """Make several reduce-scatters by one call, with gradients."""
+    """Reduce-scatter several tensors by one call; differentiable."""
     factors = prescale_factor, postscale_factor
 
     def run(given: Sequence[torch.Tensor]) -> Any:
@@ -153,7 +156,7 @@ def grouped_reducescatter(
 def allgather(
     tensor: torch.Tensor, name: str | None = None, process_set: ProcessSet = global_process_set
 ) -> torch.Tensor:
-    """Join the tensors of all ranks along their first axis, with a gradient."""
+    """Concatenate the tensors of all ranks along their first axis; differentiable."""
     return grouped_allgather([tensor], name, process_set)[0]
 
 
@@ -162,7 +165,7 @@ def grouped_allgather(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> list[torch.Tensor]:
-    """Join several tensors by one call, with gradients."""
+    """Gather several tensors by one call; differentiable."""
     return autograd.differentiable(
         lambda given: autograd.allgather(given, name, process_set), _tensors(tensors)
     )
@@ -174,7 +177,7 @@ def broadcast(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> torch.Tensor:
-    """Return the tensor of one rank in a new one, with a gradient."""
+    """Return the tensor of one rank as a new one; differentiable."""
     return autograd.differentiable(
         lambda given: autograd.broadcast(given[0], root_rank, name, process_set),
         _tensors([tensor]),
@@ -187,10 +190,11 @@ def alltoall(
     name: str | None = None,
     process_set: ProcessSet = global_process_set,
 ) -> Any:
-    """Exchange rows with all ranks, as `operations.alltoall`, with a gradient."""
+    """Exchange rows with all ranks, as `operations.alltoall`; differentiable."""
     rows, received = autograd.differentiable(
         lambda given: autograd.alltoall(given[0], splits, name, process_set), _tensors([tensor])
     )
+    # The number of received rows is only wanted by programs that pass splits.
     return rows if splits is None else (rows, received)
 
 
@@ -200,16 +204,17 @@ def sparse_allreduce_async(
     op: Any = Average,
     process_set: ProcessSet = global_process_set,
 ) -> Callable[[], torch.Tensor]:
-    """Start to add up, or to average, the sparse tensors of all ranks.
+    """Start to sum or average the sparse tensors of all ranks.
 
     Args:
-        tensor: of the layout COO; the same shape and dtype on all ranks.
-        name: by which ranks find each other's calls.
+        tensor: a COO tensor; the same shape and dtype on all ranks.
+        name: name that identifies the call on all ranks.
         op: Average or Sum.
-        process_set: among whom.
+        process_set: the ranks.
 
     Returns:
-        A function that waits, and returns the sum or the mean, coalesced.
+        A function that waits and returns the sum, or the mean over the ranks that have not joined,
+        coalesced.
     """
 
     def prepare(bound: Bound) -> RequestSpec:
@@ -217,18 +222,25 @@ def sparse_allreduce_async(
             raise ValueError(f"sparse_allreduce: expected Average or Sum as op, got {op!r}")
         if not isinstance(tensor, torch.Tensor) or not tensor.is_sparse:
             raise TypeError("sparse_allreduce: expected a sparse tensor of the layout COO")
+        # Coalesced here, so that each index is sent once per rank.
         whole = tensor.detach().coalesce()
-        call = allgather_request([whole.indices().t().contiguous(), whole.values()])(bound)
+        # Rows of indices and values travel as all-gathers of one call. The third one counts the
+        # ranks that have not joined.
+        values = whole.values()
+        rows = [whole.indices().t().contiguous(), values, values.new_ones(1)]
+        call = allgather_request(rows)(bound)
         what = call.description
         return call._replace(
+            # In one text, so that ranks with another op or shape get an error.
             description=what._replace(op=f"{op.value} of shape {tuple(tensor.shape)}"),
-            finish=lambda results: _sparse(results, len(bound.ranks)),
+            finish=_sparse,
         )
 
-    def _sparse(results: Sequence[torch.Tensor], size: int) -> torch.Tensor:
-        indices, values = results
-        values = values / size if op is Average else values
+    def _sparse(results: Sequence[torch.Tensor]) -> torch.Tensor:
+        indices, values, ones = results
+        values = values / len(ones) if op is Average else values
         joined = torch.sparse_coo_tensor(indices.t(), values, tensor.shape, check_invariants=False)
+        # Indices of different ranks repeat; their values are added here.
         return joined.coalesce()
 
     handle = start("sparse_allreduce", process_set, name, prepare)
@@ -245,8 +257,9 @@ def _tensors(values: Iterable[Any]) -> list[torch.Tensor]:
 
 
 def _compress(run: Any, values: Iterable[Any], compression: Compressor) -> list[torch.Tensor]:
-    """Call an operation on compressed tensors, as autograd sees it."""
+    """Call a differentiable operation on compressed tensors."""
     pairs = [compression.compress(x) for x in _tensors(values)]
+    # Compressed outside of the function, so that autograd passes through the conversion.
     results = autograd.differentiable(run, [x for x, _ in pairs])
     return [
         compression.decompress(x, context) for x, (_, context) in zip(results, pairs, strict=True)

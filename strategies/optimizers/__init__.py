@@ -1,15 +1,15 @@
 """Optimizers for arrays of any library, in place.
 
-A variable is an array of NumPy, CuPy or PyTorch, or an object with a `name` and a `value` that is
-one. In host memory each array is read and written once per step, by a compiled loop; on a device,
+A variable is an array of NumPy, CuPy or PyTorch, or an object with a `name` and such an array as
+`value`. In host memory a compiled loop reads and writes each array once per step. On a device,
 array operations do the same.
 
 16-bit variables (float16, bfloat16) are computed in float32: variable and gradient are widened,
 the new value is rounded once, and slots are float32. A step smaller than half the distance to the
-next 16-bit number therefore changes nothing; where that matters, keep float32 variables.
+next 16-bit number therefore changes nothing. If that matters, keep float32 variables.
 
-The result for an element depends on the numbers that belong to it, and for `LARS` on the norms of
-its variable: on all ranks, wherever an array lies, the same numbers give the same bits.
+The result for an element depends only on its own numbers, and for `LARS` also on the norms of its
+variable. So the same numbers give the same bits on all ranks, whatever the memory layout.
 """
 
 from __future__ import annotations

@@ -14,12 +14,12 @@ from strategies.optimizers.gradient_pairs import Pair
 
 __all__ = ["Adagrad", "Adam", "AdamW", "RMSProp"]
 
-# A smaller epsilon would lose precision as float32, or be zero, and 0 / 0 appear.
+# A smaller epsilon would be denormal or zero as float32: imprecise, or dividing 0 by 0.
 _EPSILON = float(np.finfo(np.float32).tiny)
 
 
 def _epsilons(name: str, epsilon: float, in_root: bool) -> tuple[float, float]:
-    """Return what is added to a square before its root is taken, and to the root."""
+    """Return the epsilons to add before and after the square root."""
     checked = number(name, "epsilon", epsilon, least=_EPSILON)
     return (checked, 0.0) if in_root else (0.0, checked)
 
@@ -33,13 +33,13 @@ class Adagrad(Optimizer):
         variable -= learning_rate * gradient / (sqrt(total) + epsilon)
         variable -= learning_rate * gradient / sqrt(total + epsilon)      if epsilon_in_root
 
-    A gradient of `Rows` has the same effect as the array that it stands for.
+    A gradient of `Rows` has the same effect as its dense equivalent.
 
     Args:
-        learning_rate: a number >= 0, or a function that gives one for each step.
+        learning_rate: a number >= 0, or a function from step to rate.
         initial_total: a number >= 0.
         epsilon: a number > 0.
-        epsilon_in_root: add it to what the root is taken of, as Optax does.
+        epsilon_in_root: whether to add epsilon inside the root, as Optax does.
 
     Source: J. Duchi, E. Hazan, Y. Singer, "Adaptive subgradient methods for online learning and
     stochastic optimization", JMLR 12 (2011).
@@ -74,15 +74,15 @@ class RMSProp(Optimizer):
         slot = momentum * slot + step                                     if momentum is not 0
         variable -= learning_rate * (slot or step)
 
-    Of a variable whose gradient is `Rows`, only those rows and those of the slots change.
+    If the gradient is `Rows`, only these rows of the variable and the slots change.
 
     Args:
-        learning_rate: a number >= 0, or a function that gives one for each step.
+        learning_rate: a number >= 0, or a function from step to rate.
         decay: a number in [0, 1).
         momentum: a number in [0, 1).
         epsilon: a number > 0.
-        epsilon_in_root: add it to what the root is taken of, as Optax does unless told otherwise.
-        centered: divide by an estimate of the standard deviation.
+        epsilon_in_root: whether to add epsilon inside the root, as Optax does by default.
+        centered: whether to divide by an estimate of the standard deviation.
 
     Source: T. Tieleman, G. Hinton, "Lecture 6.5: RMSProp", Coursera, 2012; centered: A. Graves,
     "Generating sequences with recurrent neural networks", arXiv:1308.0850, section 4.2.
@@ -101,6 +101,7 @@ class RMSProp(Optimizer):
         self._decay = number("RMSProp", "decay", decay, below=1)
         self._momentum = number("RMSProp", "momentum", momentum, below=1)
         self._epsilons = _epsilons("RMSProp", epsilon, epsilon_in_root)
+        # Only the slots that the rule uses, because checkpoints store all of them.
         slots = ["square", *["mean"] * centered, *["momentum"] * (self._momentum > 0)]
         choices: dict[tuple[str, ...], rules.Rule] = {
             ("square",): rules.rmsprop,
@@ -115,7 +116,7 @@ class RMSProp(Optimizer):
 
 
 class _ByMoments(Optimizer):
-    """What Adam and AdamW share: the moving means, and how far they are from having begun."""
+    """Base of Adam and AdamW: moving means and their bias correction."""
 
     _decay = 0.0
 
@@ -130,14 +131,18 @@ class _ByMoments(Optimizer):
         self._epsilon = number(self._name, "epsilon", epsilon, least=_EPSILON)
 
     def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:
+        # The bias corrections are numbers of the step, so the loop over elements has no powers.
         beta1, beta2 = self._beta1, self._beta2
+        # The root of the correction is taken here, once, instead of for each element.
         first, second = 1 - beta1**updates, math.sqrt(1 - beta2**updates)
+        # AdamW's decay uses the rate without bias correction.
         decay = rate * self._decay
+        # In the order of `rules.adam` and `rules.amsgrad`.
         return (rate / first, beta1, 1 - beta1, beta2, 1 - beta2, 1 / second, self._epsilon, decay)
 
 
 class Adam(_ByMoments):
-    """Steps along a moving mean of gradients, divided by the root of one of their squares.
+    """Steps along a moving mean of gradients, divided by the root of the moving mean of squares.
 
     For every variable, changed for the t-th time, with slots that start at zero:
 
@@ -147,20 +152,20 @@ class Adam(_ByMoments):
         root = sqrt((largest if amsgrad else second) / (1 - beta2 ** t))
         variable -= learning_rate * first / (1 - beta1 ** t) / (root + epsilon)
 
-    Of a variable whose gradient is `Rows`, only those rows and those of the slots change, and t
-    counts the changes of any row: a row that is seldom named keeps its old means. That is cheap
-    and usual, but not what the array with zeros for which the rows stand would do.
+    If the gradient is `Rows`, only these rows of the variable and the slots change, and t counts
+    the changes of any row. So rows that rarely have a gradient keep their old means. This is cheap
+    and common, but differs from the dense equivalent with zeros.
 
     Args:
-        learning_rate: a number >= 0, or a function that gives one for each step.
+        learning_rate: a number >= 0, or a function from step to rate.
         beta1: a number in [0, 1).
         beta2: a number in [0, 1).
         epsilon: a number > 0.
-        amsgrad: let no element's rate grow again.
+        amsgrad: whether the divisor of an element never decreases.
 
     Source: D. Kingma, J. Ba, "Adam: a method for stochastic optimization", arXiv:1412.6980,
     algorithm 1; amsgrad: S. Reddi, S. Kale, S. Kumar, "On the convergence of Adam and beyond",
-    arXiv:1904.09237, algorithm 2, with the correction of biases above.
+    arXiv:1904.09237, algorithm 2, with the bias correction above.
     """
 
     def __init__(
@@ -176,18 +181,18 @@ class Adam(_ByMoments):
 
 
 class AdamW(_ByMoments):
-    """Adam with decay of the variables that is not part of the gradient.
+    """Adam with weight decay that is separate from the gradient.
 
-    As `Adam`, and with the change of every step `learning_rate * weight_decay * variable` is
-    subtracted; of a variable whose gradient is `Rows`, this too from those rows only.
+    As `Adam`, and each step also subtracts `learning_rate * weight_decay * variable`. If the
+    gradient is `Rows`, the decay also applies to these rows only.
 
     Args:
-        learning_rate: a number >= 0, or a function that gives one for each step.
+        learning_rate: a number >= 0, or a function from step to rate.
         beta1: a number in [0, 1).
         beta2: a number in [0, 1).
         epsilon: a number > 0.
         weight_decay: a number >= 0.
-        amsgrad: let no element's rate grow again.
+        amsgrad: whether the divisor of an element never decreases.
 
     Source: I. Loshchilov, F. Hutter, "Decoupled weight decay regularization", arXiv:1711.05101,
     algorithm 2, where the decay is multiplied by the learning rate, as in PyTorch and optax.

@@ -20,13 +20,13 @@ class Pair(NamedTuple):
     """One variable and its gradient.
 
     Attributes:
-        key: for slots.
-        where: for people.
-        value: the variable's array, a view of it as a NumPy array where its memory allows.
-        gradient: of the same kind, or None; if there are rows, those rows alone.
-        rows: shape (k,), int64, increasing: where the gradient belongs; None if everywhere.
-        settle: called with the new value once it is there; of variables that have such a method,
-            since their arrays may be on several devices, or can never change.
+        key: key of the slots.
+        where: description for errors.
+        value: the variable's array, as a NumPy view if in host memory.
+        gradient: of the same kind, or None; for `Rows` only the values.
+        rows: shape (k,), int64, increasing indices of the rows; None for a dense gradient.
+        settle: method of the variable that takes its new value; None if the array changes in place.
+            Variables have it if their arrays are on several devices or immutable.
     """
 
     key: str
@@ -38,16 +38,18 @@ class Pair(NamedTuple):
 
 
 def resolve(grads_and_vars: Iterable[tuple[Any, Any]], operation: str) -> list[Pair]:
-    """Look at every pair before the first variable is changed.
+    """Check every pair before the first variable changes.
 
     Raises:
-        ValueError: shape, dtype or indices do not fit, a variable is read-only or given twice.
-        TypeError: something is not an array, or not a pair, or a gradient is in another memory.
+        ValueError: shape, dtype or indices do not match, a variable is read-only or passed twice.
+        TypeError: an item is not a pair of arrays, or a gradient is in another memory.
     """
+    # By key, which also finds a variable that is given twice.
     pairs: dict[str, Pair] = {}
     for position, item in enumerate(grads_and_vars):
         gradient, variable = split(item, operation, position)
         named = is_variable(variable)
+        # The value is read once, because a variable's value may be computed.
         key, value = (variable.name, variable.value) if named else (str(position), variable)
         where = f"variable {key!r}, position {position}"
         if key in pairs:
@@ -60,16 +62,16 @@ def resolve(grads_and_vars: Iterable[tuple[Any, Any]], operation: str) -> list[P
 
 
 def is_variable(thing: Any) -> bool:
-    """Whether this is a named variable, and not a bare array."""
-    # First of the type: to read a value may be collective.
+    """Return whether this is a named variable rather than a bare array."""
+    # Look at the type first, because reading a value may be collective.
     return hasattr(thing, "name") and (hasattr(type(thing), "value") or hasattr(thing, "value"))
 
 
 def split(item: Any, operation: str, position: int) -> tuple[Any, Any]:
-    """Take a pair of a gradient and its variable apart; a sparse tensor becomes `Rows`.
+    """Split a pair into gradient and variable; a sparse tensor becomes `Rows`.
 
     Raises:
-        TypeError: it is not a pair, or one of a variable and its gradient; or `as_rows`'s.
+        TypeError: the item is not a pair, the pair is swapped, or the error of `as_rows`.
     """
     if not isinstance(item, (tuple, list)) or len(item) != 2:
         raise TypeError(
@@ -77,6 +79,7 @@ def split(item: Any, operation: str, position: int) -> tuple[Any, Any]:
             f"(position {position})"
         )
     gradient, variable = item
+    # The mistake is common, and would change the gradient's array.
     if _is_parameter(gradient) and not _is_parameter(variable):
         raise TypeError(
             f"{operation}: the pair is swapped, expected (gradient, variable), got (variable, "
@@ -86,17 +89,17 @@ def split(item: Any, operation: str, position: int) -> tuple[Any, Any]:
 
 
 def _is_parameter(thing: Any) -> bool:
-    """Whether this is meant to be trained: named, or a tensor that PyTorch differentiates by."""
+    """Return whether this is trainable: a named variable, or a leaf tensor with a gradient."""
     return is_variable(thing) or bool(
         getattr(thing, "requires_grad", False) and getattr(thing, "is_leaf", False)
     )
 
 
 def refuse_jax(value: Any, operation: str, where: str) -> None:
-    """Refuse an array of JAX as a variable.
+    """Reject a JAX array as a variable.
 
     Raises:
-        TypeError: it is one.
+        TypeError: the value is a JAX array.
     """
     if array_api_compat.is_jax_array(value):
         raise TypeError(
@@ -107,12 +110,12 @@ def refuse_jax(value: Any, operation: str, where: str) -> None:
 
 
 def floats(what: str, array: Any, operation: str, where: str, *, seen: bool = True) -> Any:
-    """Return an array of floats, as a NumPy array where its memory allows.
+    """Return an array of floats, as a NumPy view if in host memory.
 
-    One of JAX stays what it is unless it is to be `seen` so, which waits for its elements.
+    A JAX array is returned unchanged if not `seen`, because its view waits for the elements.
 
     Raises:
-        TypeError: it is not an array.
+        TypeError: the argument is not an array.
         ValueError: its dtype is not in `COMPUTE`.
     """
     if not hasattr(array, "shape") or not hasattr(array, "dtype"):
@@ -127,17 +130,17 @@ def floats(what: str, array: Any, operation: str, where: str, *, seen: bool = Tr
         return array
     try:
         view = array_ops.host(array)
-    except (TypeError, RuntimeError) as error:  # a sparse tensor, say
+    except (TypeError, RuntimeError) as error:  # for example a sparse tensor
         raise TypeError(f"{operation}: {what} cannot be read: {error} ({where})") from error
     return array if view is None else view
 
 
 def _writable(value: Any, operation: str, where: str, *, replaced: bool) -> Any:
-    """Return the array of a variable, as a NumPy array where its memory allows.
+    """Return the array of a variable, as a NumPy view if in host memory.
 
-    One of JAX may stand in a variable that takes another one in its place.
+    A JAX array is accepted if the variable can replace it.
     """
-    if isinstance(value, np.generic):  # its array would be a copy
+    if isinstance(value, np.generic):  # np.asarray would copy it
         raise TypeError(
             f"{operation}: variable is not an array, got the number {value!r} ({where})"
         )
@@ -147,6 +150,7 @@ def _writable(value: Any, operation: str, where: str, *, replaced: bool) -> Any:
     if array_api_compat.is_jax_array(value):
         return value
     if isinstance(value, np.ndarray):
+        # Raised here: a compiled loop would write to the memory all the same.
         if not value.flags.writeable:
             raise ValueError(f"{operation}: variable is read-only ({where})")
         return value
@@ -155,19 +159,22 @@ def _writable(value: Any, operation: str, where: str, *, replaced: bool) -> Any:
             f"{operation}: variable cannot be changed in place, expected an array of NumPy, CuPy "
             f"or PyTorch, got {type(value).__name__} ({where})"
         )
+    # Detached: a leaf that requires gradients rejects changes in place.
     return value.detach() if hasattr(value, "detach") else value
 
 
 def _pair(key: str, where: str, value: Any, gradient: Any, operation: str) -> Pair:
-    """Check a gradient, or the rows of one, against its variable."""
+    """Check a gradient or `Rows` against its variable."""
     if gradient is None:
         return Pair(key, where, value, None)
     sparse = isinstance(gradient, Rows)
     array = gradient.values if sparse else gradient
     jax = array_api_compat.is_jax_array(value)
     array = floats("gradient", array, operation, where, seen=not jax)
+    # The gradient may be computed on another device of the variable's strategy.
     if jax:
         array = array_ops.to_device_of(value, array)
+    # Host arrays of any library are NumPy views by now, and can be combined.
     both_host = isinstance(array, np.ndarray) and isinstance(value, np.ndarray)
     if not both_host and array_ops.device_key(array) != array_ops.device_key(value):
         raise TypeError(
@@ -175,6 +182,7 @@ def _pair(key: str, where: str, value: Any, gradient: Any, operation: str) -> Pa
             f"{_describe(value)}, got {_describe(array)} ({where})"
         )
     given = Rows(gradient.indices, array) if sparse else array
+    # Repeated indices are summed here, so that a rule sees each row once.
     given = checked_rows(given, tuple(value.shape), array_ops.dtype_name(value), operation, where)
     array, rows = (given.values, given.indices) if sparse else (given, None)
     return Pair(key, where, value, array, rows)
@@ -187,21 +195,23 @@ def _describe(array: Any) -> str:
 def check_slots(
     pairs: list[Pair], slots: Mapping[str, Collection[Any]], loaded: set[str], operation: str
 ) -> None:
-    """Check that slots fit, and that those just loaded were not meant for other variables.
+    """Check that slots fit, and that loaded slots belong to these variables.
 
     Args:
-        pairs: from `resolve`.
-        slots: key -> arrays, those that exist.
-        loaded: keys of slots that were loaded and not used since.
-        operation: beginning of the message.
+        pairs: result of `resolve`.
+        slots: key -> existing slots.
+        loaded: keys of loaded slots that were not used since.
+        operation: prefix of errors.
 
     Raises:
-        ValueError: the message names the variable.
+        ValueError: a slot does not fit, or belongs to other variables; names the variable.
     """
+    # Slots without a variable: with a new variable, this is a mixed-up state.
     unused = sorted(loaded - {pair.key for pair in pairs})
     for pair in pairs:
         if pair.gradient is None:
             continue
+        # A variable may stay without slots as long as it has no gradient.
         if pair.key not in slots and unused:
             raise ValueError(
                 f"{operation}: loaded state belongs to other variables, "

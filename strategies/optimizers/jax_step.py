@@ -20,11 +20,12 @@ from strategies.optimizers.rules import Rule
 
 __all__ = ["VariableUpdate", "apply", "donate_gradients"]
 
+# Per thread and task, because several strategies may step at the same time.
 _to_spare: ContextVar[bool] = ContextVar("_to_spare", default=False)
 
 
 class VariableUpdate(NamedTuple):
-    """What a rule takes for one variable: arrays of JAX, and numbers."""
+    """Arguments of a rule for one variable: JAX arrays, and numbers."""
 
     value: Any
     gradient: Any
@@ -34,9 +35,9 @@ class VariableUpdate(NamedTuple):
 
 @contextmanager
 def donate_gradients() -> Iterator[None]:
-    """Let `apply` put what it makes into the memory of its gradients, which nobody else has.
+    """Let `apply` reuse the memory of its gradients. The caller must not use them afterwards.
 
-    New memory for each step took 8 devices of the host 0.5 ms, of 11 for a step.
+    Allocating new memory took 0.5 ms of 11 ms per step, on 8 devices of the host.
     """
     before = _to_spare.set(True)
     try:
@@ -46,17 +47,19 @@ def donate_gradients() -> Iterator[None]:
 
 
 def apply(rule: Rule, changes: Sequence[VariableUpdate]) -> list[list[Any]]:
-    """Return for each variable its new value and its new slots, in the dtypes of the old ones.
+    """Return the new value and the new slots of each variable, in the dtypes of the old ones.
 
-    The memory of the old slots is used for the new ones: nobody else has them.
+    The memory of the old slots is donated to the new ones, because only the optimizer holds them.
     """
-    # To bring the numbers to 8 devices of the host in each step took 0.2 ms.
+    # Cache the numbers on the devices: copying them took 0.2 ms per step for 8 host devices.
     there = {change.value.sharding for change in changes}
+    # Tuples of floats, which can be keys of the cache.
     rows = tuple(tuple(map(float, change.numbers)) for change in changes)
     numbers = _numbers(rows, there.pop() if len(there) == 1 else None)
     slots = [list(change.slots) for change in changes]
     gradients = [change.gradient for change in changes]
     values = [change.value for change in changes]
+    # 0 are the slots, 1 the gradients.
     run = _compile(rule, (0, 1) if _to_spare.get() else (0,))
     made: list[list[Any]] = run(slots, gradients, values, numbers)
     return made
@@ -64,7 +67,8 @@ def apply(rule: Rule, changes: Sequence[VariableUpdate]) -> list[list[Any]]:
 
 @functools.lru_cache(maxsize=16)
 def _numbers(rows: tuple[tuple[float, ...], ...], sharding: Any) -> Any:
-    """Keep numbers that are the same at every step where JAX has them, on all devices."""
+    """Return the numbers as JAX arrays on all devices; cached while they stay the same."""
+    # float64; the program converts them to the dtype of each variable.
     numbers = np.array(rows)
     if sharding is None or not sharding.is_fully_replicated:
         return jnp.asarray(numbers)
@@ -78,10 +82,13 @@ def _compile(rule: Rule, to_spare: tuple[int, ...]) -> Any:
         changes = zip(slots_of, gradients, values, numbers, strict=True)
         for slots, gradient, value, row in changes:
             wide = array_ops.arithmetic_dtype(value)
+            # In the dtype of arithmetic: a float64 number would widen the whole formula.
             own = tuple(number.astype(wide.dtype) for number in row)
             results = rule(wide, array_ops.arithmetic_dtype(gradient), *slots, own)
             kept = zip([value, *slots], results, strict=True)
+            # Back in the old dtypes, since the program of the next step has the same signature.
             made.append([new.astype(old.dtype) for old, new in kept])
         return made
 
+    # Donated: XLA writes the new slots into the memory of the old ones.
     return jax.jit(run, donate_argnums=to_spare)

@@ -19,18 +19,17 @@ _STATE = "state/"
 
 
 class Optax:
-    """Steps as a transformation of Optax does, for variables of a strategy that hold arrays of JAX.
+    """Adapts an Optax transformation to variables of a strategy that hold JAX arrays.
 
-    For `strategy.apply_gradients`, where gradients of all replicas have become one; there is no
-    table of what it may be, chains with clipping, masks and schedules included. All variables are
-    updated by one compiled program. They must be the same at every step; a gradient of None counts
-    as zero.
+    Pass it to `strategy.apply_gradients`, which first sums the gradients of all replicas. Any
+    transformation works, including chains with clipping, masks and schedules. One compiled program
+    updates all variables. They must be the same in every step. A gradient of None counts as zero.
 
     Args:
-        transformation: such as `optax.adam(1e-3)`.
+        transformation: an Optax transformation, such as `optax.adam(1e-3)`.
 
     Raises:
-        TypeError: it is not a transformation.
+        TypeError: the argument is not a transformation.
         ValueError: `DistributedOptimizer` has wrapped it.
 
     Attributes:
@@ -48,6 +47,7 @@ class Optax:
     """
 
     def __init__(self, transformation: Any) -> None:
+        # By its methods, so that the check does not import Optax.
         if not all(callable(getattr(transformation, name, None)) for name in ("init", "update")):
             raise TypeError(
                 "Optax: expected a transformation, such as optax.adam(1e-3), got "
@@ -60,37 +60,40 @@ class Optax:
             )
         self._transformation = transformation
         self._names: list[str] = []
-        self._state: Any = None  # made with the first gradients
-        self._loaded: list[Any] | None = None  # until then
+        self._state: Any = None  # created with the first gradients
+        self._loaded: list[Any] | None = None  # set by load_state_dict until the next step
         self.step = 0
 
     def __repr__(self) -> str:
         return f"Optax({self._transformation!r})"
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
-        """Change every variable; none when one of the pairs is wrong.
+        """Change every variable; change none if one of the pairs is invalid.
 
         Args:
-            grads_and_vars: (gradient, variable) pairs. A variable has a name and a value that is an
-                array of JAX, as those that a strategy makes; a gradient has its shape and dtype.
+            grads_and_vars: (gradient, variable) pairs. A variable has a name and a JAX array as
+                value, like those of a strategy. A gradient has its shape and dtype.
 
         Raises:
-            ValueError: a shape or dtype differs, there are other variables than in the last step,
-                or a loaded state does not fit.
-            TypeError: a variable is not one of JAX, or a gradient is `Rows`.
+            ValueError: a shape or dtype differs, the variables differ from the last step, or a
+                loaded state does not fit.
+            TypeError: a variable does not hold a JAX array, or a gradient is `Rows`.
         """
         import jax.numpy as jnp
 
         pairs = gradients.resolve(grads_and_vars, "Optax")
+        # All pairs before the first change.
         for pair in pairs:
             _check(pair)
         values = {pair.key: pair.value for pair in pairs}
         given = {
+            # The transformation needs all leaves; zero is the gradient of an unused variable.
             pair.key: jnp.zeros_like(pair.value) if pair.gradient is None else pair.gradient
             for pair in pairs
         }
         state = self._state_for(values)
         new, self._state = self._update(given, state, values)
+        # After the update, so that an error in it keeps the loaded state.
         self._names, self._loaded = list(values), None
         for pair in pairs:
             assert pair.settle is not None
@@ -98,18 +101,19 @@ class Optax:
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Give what `load_state_dict` needs to go on from here.
+        """Return the state for `load_state_dict`.
 
         Returns:
             `step`, and `state/<n>`: the arrays of the transformation's state, in their order.
         """
         import jax
 
+        # Loaded leaves are returned until the first step has given them a structure.
         leaves = jax.tree.leaves(self._state) if self._loaded is None else self._loaded
         return {"step": self.step, **{f"{_STATE}{n}": leaf for n, leaf in enumerate(leaves)}}
 
     def load_state_dict(self, state_dict: Mapping[str, Any]) -> None:
-        """Go on from a state, as given by `state_dict`; the next `apply_gradients` checks it.
+        """Replace the state by one from `state_dict`; the next `apply_gradients` checks it.
 
         Raises:
             ValueError: a key is missing or unknown.
@@ -119,15 +123,17 @@ class Optax:
         if set(expected) != set(state_dict):
             raise ValueError(f"Optax: bad state, expected {expected}, got {sorted(state_dict)}")
         self.step = integer("Optax", "'step' in state", state_dict["step"], least=0)
+        # A state of step 0 has no leaves: the transformation makes its own.
         self._loaded = [state_dict[name] for name in expected[1:]] if self.step else None
         self._state, self._names = None, []
 
     def _state_for(self, values: dict[str, Any]) -> Any:
-        """Return the state before this step: the last one, that of a checkpoint, or a new one."""
+        """Return the state before this step: the last one, a loaded one, or a new one."""
         import jax
         import jax.numpy as jnp
 
         if self._state is not None:
+            # Optax has no names for leaves, so the order of the variables must not change.
             if list(values) != self._names:
                 raise ValueError(
                     f"Optax: other variables than in the last step, expected {self._names}, got "
@@ -138,14 +144,16 @@ class Optax:
         if self._loaded is None:
             return made
         leaves, structure = jax.tree.flatten(made)
+        # Compared by shape and dtype, because the saved state is a flat list.
         forms = [
             [(np.shape(x), str(jnp.result_type(x))) for x in of] for of in (leaves, self._loaded)
         ]
         if forms[0] != forms[1]:
             raise ValueError(
-                f"Optax: the state is of other variables or of another transformation, expected "
+                f"Optax: the state is from other variables or another transformation, expected "
                 f"arrays {forms[0]}, got {forms[1]}"
             )
+        # Copies: the program may reuse the memory of its state.
         return jax.tree.unflatten(structure, [jnp.array(leaf) for leaf in self._loaded])
 
     @cached_property
@@ -153,6 +161,7 @@ class Optax:
         import jax
         import optax
 
+        # Values, gradients and state are arguments, so one program serves all steps.
         def update(given: Any, state: Any, values: Any) -> Any:
             updates, state = self._transformation.update(given, state, values)
             return optax.apply_updates(values, updates), state

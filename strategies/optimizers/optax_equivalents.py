@@ -8,9 +8,9 @@
 | rmsprop | `RMSProp` | initial_scale 0, no nesterov, bias_correction |
 | adagrad | `Adagrad` | |
 
-A transformation is a pair of functions that says nothing about itself. What it is made of is read
-from what these functions have kept; and a few steps with numbers are compared, so that a wrong
-answer, also about a later version of Optax, is an error and never a wrong step.
+A transformation is a pair of functions without a description. Its settings are read from the
+closures of these functions. Then a few steps are compared. So a wrong result, also with a later
+version of Optax, raises an error instead of taking a wrong step.
 """
 
 from __future__ import annotations
@@ -29,23 +29,25 @@ from strategies.optimizers.sgd import SGD, Momentum
 __all__ = ["equivalent"]
 
 Kept = Mapping[str, Any]
-"""Name -> value, of what a function of Optax was made with."""
+"""Name -> value of the closure of an Optax function."""
 
-_STEPS = 4  # that are compared: with fewer, momentum or a correction of biases might not show
+_STEPS = 4  # compared steps: with fewer, momentum or a bias correction might not show
 
 
 def equivalent(transformation: Any) -> Optimizer:
-    """Return the optimizer that takes the same steps as a transformation of Optax.
+    """Return the optimizer that takes the same steps as an Optax transformation.
 
     Raises:
-        ValueError: there is none.
+        ValueError: no optimizer here does.
     """
     found = _links(transformation.update, transformation.init)
+    # `identity` replaces an absent option and does nothing.
     links = [(name, kept) for name, kept in found if name != "identity"]
     make = _TABLE.get(tuple(name for name, _ in links))
     if make is None:
         raise _refusal(f"got {' '.join(name for name, _ in links) or 'no steps'}")
     try:
+        # Settings have the names of Optax's own variables, which may change between versions.
         made = make(*[kept for _, kept in links])
     except (KeyError, TypeError, ValueError) as error:
         raise _refusal(f"got other settings: {error}") from error
@@ -55,23 +57,26 @@ def equivalent(transformation: Any) -> Optimizer:
 
 def _refusal(got: str) -> ValueError:
     return ValueError(
-        "DistributedOptimizer: with strategy= the steps are made by optimizers of this package, "
-        "expected optax.sgd, adam, adamw, rmsprop or adagrad, without what changes gradients or "
-        f"updates beside them, {got}"
+        "DistributedOptimizer: strategy= uses optimizers of this package, expected optax.sgd, "
+        "adam, adamw, rmsprop or adagrad, without other changes of gradients or updates, "
+        f"{got}"
     )
 
 
 def _links(update: Any, init: Any) -> Iterator[tuple[str, Kept]]:
-    """Yield the names of the functions that a chain was made by, and what each has kept."""
+    """Yield the function names of a chain, and the closure of each."""
+    # `unwrap`, because Optax decorates some functions.
     kept = inspect.getclosurevars(inspect.unwrap(update)).nonlocals
     of_init = inspect.getclosurevars(inspect.unwrap(init)).nonlocals
     name = update.__qualname__.split(".")[0]
     if name == "chain":
+        # Nested chains are flattened: only the order of links matters.
         for pair in zip(kept["update_fns"], of_init["init_fns"], strict=True):
             yield from _links(*pair)
     elif name == "with_extra_args_support":
         yield from _links(kept["tx"].update, kept["tx"].init)
     else:
+        # Some settings, such as an initial value, are known to `init` only.
         yield name, {**of_init, **kept}
 
 
@@ -109,6 +114,7 @@ def _rmsprop(
     if trace is not None:
         _only(trace, nesterov=False, accumulator_dtype=None)
         momentum = float(trace["decay"])
+        # With momentum after a schedule, each step of the sum has another rate.
         if "step_size" not in scale:
             raise ValueError("the learning rate is a schedule, which comes before the momentum")
     return RMSProp(
@@ -131,17 +137,19 @@ def _adagrad(squares: Kept, scale: Kept) -> Optimizer:
 
 
 def _only(kept: Kept, **expected: Any) -> None:
-    """Refuse settings that have no counterpart."""
+    """Reject settings that have no counterpart."""
     for name, value in expected.items():
+        # Older versions of Optax lack some settings, which then have no effect.
         if name in kept and kept[name] != value:
             raise ValueError(f"{name}={kept[name]}, expected {value}")
 
 
 def _rate(scale: Kept) -> LearningRate:
-    """Return the learning rate, a number or a function, which Optax has kept times -1."""
+    """Return the learning rate, a number or a function; Optax stores its negative."""
     if "step_size" in scale:
         return -float(scale["step_size"])
     schedule: Callable[[int], Any] = scale["step_size_fn"]
+    # Optax counts steps as here, from 0.
     return lambda step: -float(schedule(step))
 
 
@@ -156,7 +164,7 @@ _TABLE: dict[tuple[str, ...], Callable[..., Optimizer]] = {
     ("scale_by_rms", "scale", "trace"): _rmsprop,
     ("scale_by_rss", "scale"): _adagrad,
 }
-# The same where the learning rate is a schedule.
+# The same links with a schedule as learning rate.
 _TABLE |= {
     tuple("scale_by_schedule" if name == "scale" else name for name in names): make
     for names, make in list(_TABLE.items())
@@ -164,20 +172,22 @@ _TABLE |= {
 
 
 def _compare(transformation: Any, optimizer: Optimizer) -> None:
-    """Take a few steps with both.
+    """Compare a few steps of both.
 
     Raises:
         ValueError: they differ by more than rounding.
     """
     theirs = np.array([1.0, -2.0, 0.5], np.float32)
     ours = theirs.copy()
+    # From the settings: the comparison must not change the state of `optimizer`.
     trial = type(optimizer)(**optimizer.settings)
     state = transformation.init(theirs)
+    # Random gradients, so that different formulas do not agree by chance.
     for gradient in _gradients(len(theirs)):
         updates, state = transformation.update(gradient, state, theirs)
         theirs = theirs + np.asarray(updates)
         trial.apply_gradients([(gradient, ours)])
-    # Some ten roundings of numbers of size 1 in each step.
+    # The tolerance allows 10 roundings of numbers of size 1 per step.
     if not np.allclose(theirs, ours, rtol=0, atol=10 * _STEPS * np.finfo(np.float32).eps):
         raise _refusal(f"got one that steps to {theirs} where {trial!r} steps to {ours}")
 

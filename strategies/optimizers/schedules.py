@@ -1,8 +1,8 @@
 """Learning rate schedules.
 
-A schedule is a function of the number of steps already made, 0 in the first one; every optimizer
-takes one in place of a number. Those that are made here compute in float64 and hold no state, so
-that all ranks, and a run that goes on from a checkpoint, get the same rate in the same step.
+A schedule is a function of the number of steps already taken, 0 in the first step. Every optimizer
+accepts one instead of a number. Schedules of this module compute in float64 and have no state. So
+all ranks, and a resumed run, get the same rate in the same step.
 
 Example:
     >>> rate = warmup(cosine(0.1, 90), 10, start=0.1)
@@ -32,11 +32,11 @@ __all__ = [
 ]
 
 Schedule = Callable[[int], float]
-"""From the number of steps already made to a learning rate."""
+"""Function from the number of steps already taken to a learning rate."""
 
 
 def constant(rate: float) -> Schedule:
-    """Return a schedule of one rate, as a start for `warmup`."""
+    """Return a schedule of a constant rate, for example for `warmup`."""
     rate = number("constant", "rate", rate)
     return lambda step: rate
 
@@ -45,10 +45,10 @@ def piecewise(rates: Mapping[int, float]) -> Schedule:
     """Return a schedule that changes at given steps.
 
     Args:
-        rates: step from which on -> rate; one of them from step 0 on.
+        rates: first step -> rate from that step on; must contain step 0.
 
     Raises:
-        ValueError: a step or rate is negative, or there is none for step 0.
+        ValueError: a step or rate is negative, or step 0 is missing.
 
     Example:
         >>> rate = piecewise({0: 0.1, 30: 0.01})
@@ -59,17 +59,18 @@ def piecewise(rates: Mapping[int, float]) -> Schedule:
     if not starts or starts[0] != 0:
         raise ValueError(f"piecewise: no rate for the first step, expected step 0, got {starts}")
     values = [number("piecewise", "rate", rates[start]) for start in starts]
+    # `bisect_right`: a rate holds from its first step on.
     return lambda step: values[bisect.bisect_right(starts, step) - 1]
 
 
 def exponential(initial: float, *, factor: float, steps: int, staircase: bool = False) -> Schedule:
-    """Return a schedule that is multiplied by a factor every so many steps.
+    """Return a schedule that is multiplied by `factor` every `steps` steps.
 
     Args:
         initial: rate in the first step.
-        factor: by which it is multiplied, >= 0.
-        steps: after how many, >= 1.
-        staircase: all at once, instead of a little in every step.
+        factor: multiplier, >= 0.
+        steps: number of steps per multiplication, >= 1.
+        staircase: whether to multiply once every `steps` steps instead of a little in each step.
 
     Example:
         >>> exponential(0.1, factor=0.5, steps=10)(20)
@@ -80,38 +81,41 @@ def exponential(initial: float, *, factor: float, steps: int, staircase: bool = 
     steps = integer("exponential", "steps", steps)
 
     def rate(step: int) -> float:
+        # `step / steps` changes in each step, `step // steps` once per `steps`.
         return float(initial * factor ** (step // steps if staircase else step / steps))
 
     return rate
 
 
 def polynomial(initial: float, end: float = 0.0, *, steps: int, power: float = 1.0) -> Schedule:
-    """Return a schedule that goes from one rate to another, by a power of the way that is left.
+    """Return a schedule that changes from one rate to another by a power of the remaining steps.
 
         end + (initial - end) * (1 - step / steps) ** power
 
     Args:
         initial: rate in the first step.
-        end: rate after `steps` and from then on.
+        end: rate from step `steps` on.
         steps: >= 1.
         power: > 0; 1 is a straight line.
     """
     initial, end = number("polynomial", "initial", initial), number("polynomial", "end", end)
     steps = integer("polynomial", "steps", steps)
+    # A power of 0 would jump to the end at once.
     power = number("polynomial", "power", power, least=1e-9)
 
     def rate(step: int) -> float:
+        # Limited to 1: after `steps` the rate stays at the end.
         return float(end + (initial - end) * (1 - min(step / steps, 1.0)) ** power)
 
     return rate
 
 
 def linear(initial: float, end: float = 0.0, *, steps: int) -> Schedule:
-    """Return a schedule that goes from one rate to another in a straight line.
+    """Return a schedule that changes linearly from one rate to another.
 
     Args:
         initial: rate in the first step.
-        end: rate after `steps` and from then on.
+        end: rate from step `steps` on.
         steps: >= 1.
     """
     return polynomial(initial, end, steps=steps)
@@ -123,7 +127,7 @@ def cosine(initial: float, steps: int, *, end: float = 0.0) -> Schedule:
     Args:
         initial: rate in the first step.
         steps: length of the half wave, >= 1.
-        end: rate after it, and from then on.
+        end: rate after the half wave.
 
     Source: I. Loshchilov, F. Hutter, "SGDR: stochastic gradient descent with warm restarts",
     arXiv:1608.03983, equation 5.
@@ -136,16 +140,16 @@ def cosine(initial: float, steps: int, *, end: float = 0.0) -> Schedule:
 def cosine_restarts(
     initial: float, steps: int, *, growth: float = 1, decay: float = 1, end: float = 0.0
 ) -> Schedule:
-    """Return a schedule that falls along half a cosine wave again and again.
+    """Return a schedule that falls along half a cosine wave repeatedly.
 
     Args:
         initial: rate in the first step.
         steps: length of the first wave, >= 1.
-        growth: each wave is so many times as long as the one before, rounded down; >= 1.
-        decay: each begins at so many times the rate of the one before, >= 0.
-        end: rate to which each falls, which the next one's first step leaves.
+        growth: length of each wave divided by that of the previous one, >= 1; rounded down.
+        decay: initial rate of each wave divided by that of the previous one, >= 0.
+        end: rate that each wave falls to; the next wave starts one step later.
 
-    Source: as of `cosine`, section 3.
+    Source: as for `cosine`, section 3.
     """
     initial, end = (
         number("cosine_restarts", "initial", initial),
@@ -157,9 +161,11 @@ def cosine_restarts(
 
     def rate(step: int) -> float:
         length, start = float(first), initial
+        # Waves of one length need no loop over all earlier ones.
         if growth == 1:
             start *= decay ** (step // first)
             return _wave(start, end, step % first / first)
+        # Lengths grow geometrically, so the loop takes the logarithm of the step.
         while step >= int(length):
             step -= int(length)
             length *= growth
@@ -174,8 +180,8 @@ def inverse_sqrt(initial: float, steps: int) -> Schedule:
 
     Args:
         initial: rate in the first step.
-        steps: after three times so many, the rate is half of that; >= 1. After a `warmup` of as
-            many steps, the rate is that of the source.
+        steps: the rate is halved after three times this number, >= 1. After a `warmup` of `steps`
+            steps, the rate is that of the source.
 
     Source: A. Vaswani et al., "Attention is all you need", arXiv:1706.03762, equation 3.
     """
@@ -185,20 +191,21 @@ def inverse_sqrt(initial: float, steps: int) -> Schedule:
 
 
 def warmup(schedule: Schedule | float, steps: int, *, start: float = 0.0) -> Schedule:
-    """Return a schedule that rises in a straight line to where another begins, then follows it.
+    """Return a schedule that rises linearly to the start of another, then follows it.
 
-    A batch that is P times as large allows a rate that is about P times as high, but not at first.
-    With P ranks, `warmup(P * rate, 5 * steps_per_epoch, start=1 / P)` begins at the rate of one
-    and arrives at that of all after five epochs.
+    A batch that is P times larger allows a rate that is about P times higher, but not at first.
+    With P ranks, `warmup(P * rate, 5 * steps_per_epoch, start=1 / P)` starts at the rate for one
+    rank and reaches the rate for all after five epochs.
 
     Args:
-        schedule: what follows; it sees steps from the end of the warm-up on. Or a rate.
+        schedule: schedule after the warm-up, which starts there at step 0; or a rate.
         steps: length of the warm-up; 0 for none.
-        start: part of the first rate with which it begins, 0 to 1.
+        start: initial rate as a fraction of the schedule's first rate, 0 to 1.
 
     Source: P. Goyal et al., "Accurate, large minibatch SGD: training ImageNet in 1 hour",
     arXiv:1706.02677, section 2.2.
     """
+    # A rate is a schedule that never changes.
     follows = schedule if callable(schedule) else constant(schedule)
     steps = integer("warmup", "steps", steps, least=0)
     start = number("warmup", "start", start)
@@ -208,10 +215,12 @@ def warmup(schedule: Schedule | float, steps: int, *, start: float = 0.0) -> Sch
     def rate(step: int) -> float:
         if step >= steps:
             return follows(step - steps)
+        # The schedule starts after the warm-up, so its first rate is where the rise ends.
         return follows(0) * (start + (1 - start) * step / steps)
 
     return rate
 
 
 def _wave(initial: float, end: float, way: float) -> float:
+    # Limited to 1: after the wave the rate stays at `end` instead of rising again.
     return end + (initial - end) * 0.5 * (1 + math.cos(math.pi * min(way, 1.0)))

@@ -17,7 +17,7 @@ class SGD(Optimizer):
     """Gradient descent: `variable -= learning_rate * gradient`.
 
     Args:
-        learning_rate: a number >= 0, or a function that gives one for each step.
+        learning_rate: a number >= 0, or a function from step to rate.
 
     Example:
         >>> import numpy as np
@@ -43,17 +43,18 @@ class Momentum(Optimizer):
         variable -= learning_rate * slot                              plain
         variable -= learning_rate * (gradient + momentum * slot)      nesterov
 
-    Of a variable whose gradient is `Rows`, only those rows and those of the slot change.
+    If the gradient is `Rows`, only these rows of the variable and the slot change.
 
     Args:
-        learning_rate: a number >= 0, or a function that gives one for each step.
+        learning_rate: a number >= 0, or a function from step to rate.
         momentum: a number in [0, 1).
-        nesterov: look ahead along the slot.
+        nesterov: whether to evaluate one step ahead.
     """
 
     def __init__(
         self, learning_rate: LearningRate, momentum: float = 0.9, *, nesterov: bool = False
     ) -> None:
+        # Another rule instead of a flag, so that the loop has no branch.
         rule = rules.nesterov if nesterov else rules.momentum
         super().__init__(learning_rate, rule, {"momentum": 0})
         self._momentum = number("Momentum", "momentum", momentum, below=1)
@@ -63,7 +64,7 @@ class Momentum(Optimizer):
 
 
 class LARS(Optimizer):
-    """Momentum at a rate of each variable's own, for batches of many thousands of rows.
+    """Momentum with a separate rate per variable, for batches of many thousands of rows.
 
     For every variable of two or more dimensions, with a slot that starts at zero:
 
@@ -71,14 +72,14 @@ class LARS(Optimizer):
         slot = momentum * slot + learning_rate * ratio * (gradient + weight_decay * variable)
         variable -= slot
 
-    The ratio is 1 where one of the norms is zero. Biases and the parameters of normalisations,
-    which have one dimension or none, are changed with ratio 1 and without decay, as is usual.
+    The ratio is 1 if one of the norms is zero. Variables of one dimension or none, such as biases
+    and parameters of normalizations, use ratio 1 and no decay, as is usual.
 
     Args:
-        learning_rate: a number >= 0, or a function that gives one for each step.
+        learning_rate: a number >= 0, or a function from step to rate.
         momentum: a number in [0, 1).
         weight_decay: a number >= 0.
-        trust: a number >= 0: the length of a step at rate 1, in norms of the variable.
+        trust: length of a step at rate 1, as a fraction of the variable's norm, >= 0.
 
     Cost: variable and gradient are read once more, for their norms.
 
@@ -102,8 +103,10 @@ class LARS(Optimizer):
     def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:
         if pair.value.ndim < 2:
             return (rate, self._momentum, 0.0)
+        # The gradient is averaged already, so all ranks compute the same norms.
         length, slope = norm(squares(pair.value)), norm(squares(pair.gradient))
         ratio = 1.0
+        # A variable of zeros would never leave zero with ratio 0.
         if length and slope:
             ratio = self._trust * length / (slope + self._decay * length)
         return (rate * ratio, self._momentum, self._decay)

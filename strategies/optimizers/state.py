@@ -11,15 +11,15 @@ from strategies.core.validation import integer
 __all__ = ["UPDATES", "VARIABLES", "OptimizerState", "parse"]
 
 UPDATES = "updates"
-"""Stands where a slot's name stands, before how often the variable was changed."""
+"""Prefix of a variable's number of updates, where slots have the slot's name."""
 
 VARIABLES = "variables"
-"""The number of variables with slots, 0: there where no step had a gradient, as the only sign that
-none is missing."""
+"""Number of variables with slots. It is 0 and present only if no step had a gradient, which
+distinguishes such a state from one whose slots are missing."""
 
 
 class OptimizerState(NamedTuple):
-    """A step, and by variable its slots and how often it was changed."""
+    """The step, and the slots and number of updates of each variable."""
 
     step: int
     slots: dict[str, list[Any]]
@@ -29,25 +29,26 @@ class OptimizerState(NamedTuple):
 def parse(
     state: Mapping[str, Any], kinds: Sequence[str], counted: bool, operation: str
 ) -> OptimizerState:
-    """Take a state dict apart.
+    """Parse a state dict.
 
     Args:
         state: `step`, `<kind>/<variable>` for each slot, `updates/<variable>`; or `step` and
-            `variables` where there are no slots yet.
-        kinds: names of the slots that each variable has.
-        counted: whether each has `updates`.
-        operation: beginning of a message.
+            `variables` if no slot exists yet.
+        kinds: names of the slots of each variable.
+        counted: whether each variable has `updates`.
+        operation: prefix of errors.
 
     Returns:
         Copies of the slots, in the order of the kinds.
 
     Raises:
-        ValueError: a key is missing or unknown, or a value is of no use.
+        ValueError: a key is missing or unknown, or a value is invalid.
     """
     known = [*([UPDATES] if counted else []), *kinds]
     expected = " and ".join(["'step'", *(f"'{kind}/<variable>'" for kind in known)])
     found: dict[str, dict[str, Any]] = {}
     for name, value in state.items():
+        # Names of variables may contain slashes, names of slots may not.
         kind, _, key = name.partition("/")
         if name == "step" or (known and name == VARIABLES):
             continue
@@ -58,16 +59,19 @@ def parse(
         check = _count if kind == UPDATES else _slot
         found.setdefault(key, {})[kind] = check(value, name, operation)
     step = _count(state.get("step"), "step", operation)
+    # A variable needs all of its slots: a missing one would start at its initial value.
     for key, values in found.items():
         if len(values) < len(known):
             raise ValueError(
                 f"{operation}: incomplete state, expected {expected}, "
                 f"got {', '.join(values)} (variable: {key})"
             )
+    # A state of step 0 may have no slots; a later one must have them, or say so.
     if known and step and not found and VARIABLES not in state:
         raise ValueError(
             f"{operation}: incomplete state of step {step}, expected {expected}, got {list(state)}"
         )
+    # The count also finds states whose slots are lost altogether.
     if VARIABLES in state and _count(state[VARIABLES], VARIABLES, operation) != len(found):
         raise ValueError(
             f"{operation}: incomplete state, expected the slots of {state[VARIABLES]} variables, "
@@ -88,5 +92,6 @@ def _slot(value: Any, name: str, operation: str) -> Any:
         raise ValueError(
             f"{operation}: bad slot, expected a float32 or float64 array, got {got} (key: {name!r})"
         )
+    # Copies, since slots change in place.
     view = array_ops.host(value)
     return array_ops.copy(value if view is None else view)

@@ -8,8 +8,8 @@
 | RMSprop | `RMSProp` | |
 | Adagrad | `Adagrad` | lr_decay 0 |
 
-`weight_decay` that is part of the gradient, and `maximize`, are applied where the gradient was
-computed, with the parameters that it was computed from.
+`weight_decay` as part of the gradient, and `maximize`, are applied where the gradient was computed,
+with the parameters that it was computed from.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ from strategies.optimizers.sgd import SGD, Momentum
 __all__ = ["Equivalent", "equivalents", "rate_of"]
 
 Group = Mapping[str, Any]
-"""Parameters that PyTorch changes with the same settings, and these by name."""
+"""Parameters with common settings in PyTorch, and these settings by name."""
 
 
 class Equivalent(NamedTuple):
-    """What stands for the settings of one group of parameters.
+    """The counterpart of one group of parameters.
 
     Attributes:
-        optimizer: takes the same steps.
-        decay: this times the parameter is added to the gradient.
-        sign: what the gradient is multiplied by before that, 1 or -1.
+        optimizer: optimizer that takes the same steps.
+        decay: factor of the parameter that is added to the gradient.
+        sign: factor of the gradient before that, 1 or -1.
     """
 
     optimizer: Optimizer
@@ -43,42 +43,46 @@ class Equivalent(NamedTuple):
 
 
 def equivalents(optimizer: Any) -> list[Equivalent]:
-    """Return what stands for each group of an optimizer of PyTorch.
+    """Return the counterpart of each group of a PyTorch optimizer.
 
-    The learning rate is that which the group has when a step is made, so that a scheduler counts.
+    Each step uses the group's learning rate at that time, so schedulers take effect.
 
     Raises:
         ValueError: no optimizer here takes the same steps.
     """
     kind = type(optimizer)
+    # By name: the module of these classes differs between versions of PyTorch.
     make = _TABLE.get(kind.__name__) if kind.__module__.startswith("torch.optim") else None
     if make is None:
         raise ValueError(
-            f"DistributedOptimizer: with strategy= the steps are made by optimizers of this "
-            f"package, expected one of torch.optim that is like one of them: "
-            f"{' '.join(sorted(_TABLE))}, got {kind.__module__}.{kind.__qualname__}"
+            f"DistributedOptimizer: strategy= uses optimizers of this package, expected one of "
+            f"torch.optim with an equivalent: {' '.join(sorted(_TABLE))}, got "
+            f"{kind.__module__}.{kind.__qualname__}"
         )
     return [_equivalent(kind.__name__, make, group) for group in optimizer.param_groups]
 
 
 def rate_of(group: Group) -> float:
-    """Return the learning rate that a group has now, which may be a tensor.
+    """Return the current learning rate of a group, which may be a tensor.
 
     Raises:
-        ValueError: it is not a number >= 0.
+        ValueError: the rate is not a number >= 0.
     """
     return number("step", "learning rate", float(group["lr"]))
 
 
 def _equivalent(name: str, make: Callable[..., Optimizer], group: Group) -> Equivalent:
+    # Both change the step in a way that no rule here has.
     for setting in ("dampening", "lr_decay"):
         if group.get(setting):
             raise ValueError(
                 f"DistributedOptimizer: with strategy= torch.optim.{name} has no {setting}, "
                 f"expected 0, got {group[setting]}"
             )
+    # Read in each step, because schedulers change the group.
     made = make(group, lambda step: rate_of(group))
     decoupled = isinstance(made, AdamW)
+    # AdamW applies the decay itself; for others it is part of the gradient.
     decay = 0.0 if decoupled else float(group.get("weight_decay", 0))
     return Equivalent(made, decay, -1 if group.get("maximize") else 1)
 
@@ -92,6 +96,7 @@ def _sgd(group: Group, rate: LearningRate) -> Optimizer:
 def _adam(group: Group, rate: LearningRate) -> Optimizer:
     beta1, beta2 = map(float, group["betas"])
     amsgrad = bool(group.get("amsgrad"))
+    # `Adam` with this flag is AdamW.
     if group.get("decoupled_weight_decay"):
         return _adamw(group, rate)
     return Adam(rate, beta1=beta1, beta2=beta2, epsilon=group["eps"], amsgrad=amsgrad)

@@ -23,12 +23,12 @@ __all__ = [
 
 
 def is_hosting(strategy: Any) -> bool:
-    """Whether a strategy makes steps elsewhere, not on every rank."""
-    return hasattr(type(strategy), "host")
+    """Return whether a strategy runs optimizer steps on other tasks."""
+    return isinstance(strategy, HostingStrategy)
 
 
 def check_unwrapped(optimizer: Any) -> None:
-    """Refuse a wrapped optimizer, and one that holds a wrapped optimizer as its `optimizer`.
+    """Reject an optimizer that is wrapped, or that holds a wrapped one as its `optimizer`.
 
     Raises:
         ValueError: gradients would be combined twice.
@@ -40,32 +40,33 @@ def check_unwrapped(optimizer: Any) -> None:
                 "DistributedOptimizer: the optimizer is wrapped already and would combine "
                 f"gradients twice, expected one that is not wrapped, got {type(held).__name__}"
             )
+        # Wrappers of other libraries hold the inner optimizer under this name.
         held = getattr(held, "__dict__", {}).get("optimizer")
 
 
 def ranks_of(strategy: Strategy) -> cc.Communicator:
-    """Return the ranks among which the replicas of a strategy are; this one if there is no other.
+    """Return a communicator of the ranks that hold a strategy's replicas.
 
-    *Collective* over these.
+    *Collective* over these ranks.
     """
     if strategy.ranks.comm is not None:
         return strategy.ranks.comm
     whole = cc.init()
-    # By the tag the others need not come.
+    # With a tag, only the members of the group make this call.
     alone = whole if whole.size == 1 else whole.group([whole.rank], tag=0)
     assert alone is not None
     return alone
 
 
 def check_averaging(strategy: Strategy, *, arrays: bool) -> None:
-    """Refuse a strategy whose replicas an optimizer that averages over ranks knows nothing of.
+    """Check that an optimizer that averages over ranks covers all replicas of a strategy.
 
     Args:
-        strategy: that updates on its ranks.
-        arrays: whether the optimizer is for arrays, and so for the variables of the strategy.
+        strategy: strategy that updates on its ranks.
+        arrays: whether the optimizer is for arrays, and therefore for the strategy's variables.
 
     Raises:
-        ValueError: this is such a strategy.
+        ValueError: the strategy updates on rank 0 only, or has several replicas per process.
     """
     if not strategy.updates_everywhere:
         raise ValueError(
@@ -85,15 +86,16 @@ def _check_alone(devices: Sequence[str]) -> None:
 
 
 def wrap_optimizer(optimizer: Any, strategy: HostingStrategy, named_parameters: Any) -> Any:
-    """Return an optimizer of the same kind; see `strategies.DistributedOptimizer`.
+    """Return a wrapped optimizer of the same kind; see `strategies.DistributedOptimizer`.
 
     Raises:
-        TypeError: there is no such kind of optimizer.
-        ValueError: a process has several replicas, the optimizer is wrapped already, or no
-            optimizer here takes the same steps.
+        TypeError: the kind of optimizer is unknown.
+        ValueError: a process has several replicas, the optimizer is already wrapped, or no
+            optimizer of this package makes the same steps.
     """
     _check_alone(strategy.devices)
     check_unwrapped(optimizer)
+    # Looked up, not imported: an optimizer of PyTorch exists only if PyTorch is loaded.
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
         from strategies.remote_optimizers import torch_optimizer
@@ -101,6 +103,7 @@ def wrap_optimizer(optimizer: Any, strategy: HostingStrategy, named_parameters: 
         return torch_optimizer.StrategyTorchOptimizer(optimizer, strategy, named_parameters)
     if isinstance(optimizer, Optimizer):
         return StrategyOptimizer(optimizer, strategy)
+    # By protocol, so that Optax is imported only when needed.
     if all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         from strategies.remote_optimizers import optax_transformation
 
@@ -112,13 +115,13 @@ def wrap_optimizer(optimizer: Any, strategy: HostingStrategy, named_parameters: 
 
 
 class StrategyOptimizer:
-    """An optimizer for arrays whose steps a strategy makes elsewhere.
+    """An optimizer for arrays whose steps a strategy runs on other tasks.
 
-    Made by `DistributedOptimizer` with a `strategy`, before the variables that it is to update.
+    `DistributedOptimizer` creates it for a `strategy`, before the variables that it updates.
 
     Attributes:
-        optimizer: the one that it was made of.
-        strategy: that makes the steps.
+        optimizer: wrapped optimizer.
+        strategy: strategy that runs the steps.
     """
 
     is_distributed = True
@@ -126,13 +129,15 @@ class StrategyOptimizer:
     def __init__(self, optimizer: Optimizer, strategy: HostingStrategy) -> None:
         self.optimizer = optimizer
         self.strategy = strategy
+        # Before the variables exist: they are created with the optimizer of that moment.
         strategy.use(optimizer)
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # A copy must not register with the strategy again.
         return identity, (self.optimizer,)
 
     def apply_gradients(
         self, grads_and_vars: Iterable[tuple[Any, Any]], *, examples: Any = None
     ) -> None:
-        """Do as `strategy.apply_gradients` with this optimizer."""
+        """Call `strategy.apply_gradients` with this optimizer."""
         self.strategy.apply_gradients(self.optimizer, grads_and_vars, examples=examples)

@@ -1,6 +1,6 @@
 """Optax transformations whose steps a strategy runs elsewhere.
 
-Inside `jax.jit` the program calls back to the host, in its order, as `strategies.jax` does.
+Inside `jax.jit`, an ordered host callback pushes the gradients, as in `strategies.jax`.
 """
 
 from __future__ import annotations
@@ -23,16 +23,15 @@ __all__ = ["StrategyTransformation", "wrap"]
 
 
 class StrategyTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc,name-defined,unused-ignore]
-    """A transformation of Optax whose steps a strategy makes elsewhere.
+    """An Optax transformation whose steps a strategy runs on other tasks.
 
-    Made by `DistributedOptimizer` with a `strategy`. `init(params)` is *collective* over its tasks,
-    and outside of compiled programs: all have the chief's numbers.
+    `DistributedOptimizer` creates it for a `strategy`. `init(params)` is *collective* over its
+    tasks and must be called outside compiled programs; all tasks must have the chief's values.
 
-    `update(gradients, state, params, examples=...)` pushes gradients and returns what is added to
-    `params` to become the newest values, up to the rounding of that sum. A gradient may be `Rows`;
-    in a compiled program their number is fixed: rows of zeros, at an index of the step, fill up.
-    There is no state: what has to be kept between steps is where they are made
-    (`strategy.state_dict()`).
+    `update(gradients, state, params, examples=...)` pushes gradients and returns the difference
+    between the newest values and `params`, up to rounding. A gradient may be `Rows`. Compiled
+    programs require a fixed number of rows: pad with rows of zeros at an index of the step. The
+    state is empty; the slots are on the tasks that run the steps (`strategy.state_dict()`).
     """
 
     is_distributed = True
@@ -41,20 +40,21 @@ class StrategyTransformation(optax.GradientTransformationExtraArgs):  # type: ig
         """Return the newest values, such as for an evaluation; not in a compiled program.
 
         Args:
-            params: whose tree it is to be.
+            params: tree with the structure of the result.
         """
+        # The class is a NamedTuple of two functions, so the state is found through the method.
         steps: _Steps = self.update.__self__
         return steps.pull(params)
 
 
 def wrap(transformation: Any, strategy: HostingStrategy) -> StrategyTransformation:
-    """Return a transformation whose steps a strategy makes."""
+    """Return a transformation whose steps a strategy runs."""
     steps = _Steps(transformation, strategy)
     return StrategyTransformation(steps.init, steps.update)
 
 
 class _Steps:
-    """What `init` and `update` share: the parameters on their tasks."""
+    """Shared state of `init` and `update`: the parameters on their tasks."""
 
     def __init__(self, transformation: Any, strategy: HostingStrategy) -> None:
         self._optimizer = equivalent(transformation)
@@ -63,20 +63,24 @@ class _Steps:
         self._hosted: ParameterHost | None = None
 
     def init(self, params: Any) -> Any:
-        """Put the parameters on their tasks; *collective*, when it is called for the first time."""
+        """Create the parameters on their tasks; *collective* at the first call."""
         names, leaves, _ = _flat(params)
         optimizer = self._optimizer
         if any(map(_is_traced, leaves)):
+            # Inside a compiled program the values do not exist yet.
             raise TypeError(
                 "init: other tasks take the parameters over, expected a call outside of jax.jit"
             )
         if self._hosted is None:
+            # Only the first call creates the parameters; later calls compare the names below.
             self._names = names
             self._hosted = self._strategy.host(
                 lambda: [
                     Parameter(name, np.asarray(leaf), optimizer)
                     for name, leaf in zip(names, leaves, strict=True)
                 ],
+                # JAX arrays cannot be overwritten, so all processes must start from the chief's
+                # values.
                 alike=True,
             )
         self._check(names, "init")
@@ -85,13 +89,14 @@ class _Steps:
     def update(
         self, updates: Any, state: Any, params: Any = None, *, examples: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        """Push gradients, and return what changes the parameters to the newest values."""
+        """Push gradients, and return the changes to the newest values."""
         if params is None:
             raise ValueError("update: new values come from elsewhere, expected params, got None")
         names, gradients, _ = _flat(updates)
         others, values, tree = _flat(params)
         self._check(names, "update")
         self._check(others, "update")
+        # Outside of the callback: a compiled program passes a placeholder instead of None.
         told = examples is not None
 
         def on_the_host(rows: Any, gradients: Sequence[Any], values: Sequence[Any]) -> list[Any]:
@@ -99,25 +104,27 @@ class _Steps:
             given = [_gradient(gradient) for gradient in gradients]
             self._hosted.push(given, [None] * len(given), int(rows) if told else None)
             newest = zip(self._hosted.values, values, strict=True)
+            # Optax adds updates to `params`, so the result is a difference.
             return [new - np.asarray(old) for new, old in newest]
 
         rows = np.int32(examples if told else 0) if not _is_traced(examples) else examples
-        # JAX knows nothing of `Rows`, only of what they consist of.
+        # JAX does not accept `Rows`, only their arrays.
         gradients = [(g.indices, g.values) if isinstance(g, Rows) else g for g in gradients]
         if any(map(_is_traced, jax.tree_util.tree_leaves([gradients, values, rows]))):
             shapes = jax.eval_shape(lambda: values)
+            # Ordered, because pushes of two steps must not overtake each other.
             changes = io_callback(on_the_host, shapes, rows, gradients, values, ordered=True)
         else:
             changes = [jnp.asarray(x) for x in on_the_host(rows, gradients, values)]
         return jax.tree_util.tree_unflatten(tree, changes), state
 
     def pull(self, params: Any) -> Any:
-        """Return the newest values as a tree like that of the parameters."""
+        """Return the newest values as a tree like `params`."""
         names, leaves, tree = _flat(params)
         self._check(names, "pull")
         assert self._hosted is not None
         self._hosted.pull()
-        # Copies: JAX keeps what it is given, and the strategy may write there.
+        # Copies: JAX may alias NumPy memory, which the strategy overwrites.
         return jax.tree_util.tree_unflatten(
             tree, [jnp.asarray(np.array(value)) for value in self._hosted.values]
         )
@@ -131,7 +138,7 @@ class _Steps:
 
 
 def _flat(tree: Any) -> tuple[list[str], list[Any], Any]:
-    """Return the names of a tree's leaves, these, and its structure; rows are a leaf."""
+    """Return names, leaves and structure of a tree; `Rows` are leaves."""
     paths, structure = jax.tree_util.tree_flatten_with_path(
         tree, is_leaf=lambda leaf: isinstance(leaf, Rows)
     )
@@ -140,7 +147,7 @@ def _flat(tree: Any) -> tuple[list[str], list[Any], Any]:
 
 
 def _gradient(given: Any) -> Gradient:
-    """Return a gradient in host memory; given are rows as a tuple of indices and values."""
+    """Return a gradient in host memory; a tuple of indices and values becomes `Rows`."""
     if isinstance(given, tuple):
         indices, values = given
         return Rows(indices, np.asarray(values))

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING, Any, cast
 
 import numpy as np
 import torch
 
+from collectives import extend
 from strategies.averaging.optimizer import identity
 from strategies.core import array_ops
 from strategies.core.sparse import Rows, as_rows
@@ -24,22 +25,22 @@ __all__ = ["StrategyTorchOptimizer"]
 
 
 class StrategyTorchOptimizer(_Optimizer):
-    """An optimizer of PyTorch whose steps a strategy makes elsewhere.
+    """A PyTorch optimizer whose steps a strategy runs on other tasks.
 
-    Made by `DistributedOptimizer` with a `strategy`; *collective* over its tasks. The parameters
-    take the chief's values then, and at the end of every `step` the newest. It shows the
-    `param_groups` and `defaults` of the optimizer that it holds, whose own `state` stays empty:
-    what has to be kept between steps is where they are made (`strategy.state_dict()`). Pickled or
-    copied, it becomes the optimizer that it holds.
+    `DistributedOptimizer` creates it for a `strategy`; *collective* over its tasks. The parameters
+    take the chief's values then, and the newest values at the end of every `step`. It exposes
+    `param_groups` and `defaults` of the wrapped optimizer, whose own `state` stays empty: the slots
+    are on the tasks that run the steps (`strategy.state_dict()`). Pickling or copying returns the
+    wrapped optimizer.
 
     Attributes:
-        optimizer: the one that it was made of.
-        strategy: that makes the steps.
+        optimizer: wrapped optimizer.
+        strategy: strategy that runs the steps.
     """
 
     is_distributed = True
 
-    # `Optimizer.__init__` is not called: groups and hooks are those of the one held here.
+    # `Optimizer.__init__` is not called: groups and hooks are those of the wrapped optimizer.
     # Annotations for editors:
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
@@ -49,6 +50,7 @@ class StrategyTorchOptimizer(_Optimizer):
     ) -> None:
         self.optimizer = optimizer
         self.strategy = strategy
+        # Taken once: `add_param_group` is rejected, so the groups do not change.
         self._grouped = [
             (parameter, number)
             for number, group in enumerate(optimizer.param_groups)
@@ -66,10 +68,11 @@ class StrategyTorchOptimizer(_Optimizer):
             ]
 
         self._hosted = strategy.host(parameters)
+        # All processes start with the chief's values.
         self._take()
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not yet there, as in a copy that is being made
+        if name == "optimizer":  # not set yet, as during copying
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
@@ -80,50 +83,54 @@ class StrategyTorchOptimizer(_Optimizer):
         return f"StrategyTorchOptimizer({type(self.strategy).__name__}, {self.optimizer!r})"
 
     def __reduce__(self) -> tuple[Any, ...]:
+        # Only the wrapped optimizer can be copied: the strategy's slots are on other tasks.
         return identity, (self.optimizer,)
 
     def step(self, closure: Callable[[], Any] | None = None, *, examples: Any = None) -> Any:
-        """Push the gradients, and take the new values; as `strategy.apply_gradients`.
+        """Push the gradients and take the new values; see `strategy.apply_gradients`.
 
         Args:
             closure: computes the loss and the gradients, once.
-            examples: how many rows the gradients are the mean of, 0 allowed; None: all count alike.
+            examples: number of rows that the gradients average, 0 allowed; None weights all
+                equally.
 
         Returns:
-            What the closure returned.
+            Result of the closure.
         """
         loss = None
         if closure is not None:
+            # As in optimizers of PyTorch: `step` may be called under `no_grad`.
             with torch.enable_grad():  # type: ignore[no-untyped-call,unused-ignore]
                 loss = closure()
         gradients = [self._gradient(parameter, number) for parameter, number in self._grouped]
+        # Read in every step, because learning-rate schedulers change them.
         rates = [rate_of(group) for group in self.optimizer.param_groups]
         self._hosted.push(gradients, [rates[number] for _, number in self._grouped], examples)
-        # By it, schedulers of learning rates know that there was a step.
+        # Learning-rate schedulers check this attribute to detect a step.
         self.optimizer._opt_called = True
         self._take()
         return loss
 
     def pull(self) -> None:
-        """Let the parameters take the newest values, such as for an evaluation."""
+        """Set the parameters to the newest values, such as for an evaluation."""
         self._hosted.pull()
         self._take()
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last step."""
+        """Clear the gradients."""
         self.optimizer.zero_grad(set_to_none)
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the settings of the wrapped optimizer; its slots are where steps are made."""
+        """Return the settings of the wrapped optimizer; slots are in `strategy.state_dict()`."""
         state: dict[str, Any] = self.optimizer.state_dict()
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the wrapped optimizer its settings back."""
+        """Restore the settings of the wrapped optimizer."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Refuse more parameters: tasks agree on them once.
+        """Reject new parameters, because tasks agree on them once.
 
         Raises:
             ValueError: always.
@@ -134,51 +141,51 @@ class StrategyTorchOptimizer(_Optimizer):
         )
 
     def _gradient(self, parameter: torch.Tensor, number: int) -> Any:
-        """Return a gradient as strategies take it."""
+        """Return a gradient in the form that strategies expect."""
         gradient, (decay, sign) = parameter.grad, self._adjust[number]
         if gradient is None:
             return None
         if gradient.is_sparse:
             if decay:
+                # Decay changes every row, so the gradient would not be sparse any more.
                 raise ValueError("step: weight_decay is for dense gradients, got a sparse one")
             rows = as_rows(gradient, "step", f"group {number}")
             values = _on_host(rows.values)
             return Rows(rows.indices, values if sign > 0 else -values)
         gradient = gradient if sign > 0 else -gradient
         if decay:
+            # PyTorch's weight decay is added to the gradient; the formula on the task has none.
             gradient = gradient.detach().add(parameter.detach(), alpha=decay)
         return _on_host(gradient)
 
     def _take(self) -> None:
-        """Let the parameters be what is known of them here."""
+        """Set the parameters to the newest local values."""
         moved = []
         for (parameter, _), value in zip(self._grouped, self._hosted.values, strict=True):
-            tensor = _tensor(value, parameter.dtype)
+            tensor = _tensor(value)
             if parameter.is_cpu:
-                # In the memory of the message: to copy it would take as long as to receive it.
+                # Shares the message's memory, because a copy takes as long as the receive.
                 parameter.data = tensor
                 moved.append(parameter)
             else:
                 parameter.detach().copy_(tensor)
-        # A backward pass of what was computed before is an error, as after any step.
+        # Makes a backward pass through earlier results raise, as after any in-place step.
         torch.autograd.graph.increment_version(moved)
 
 
-# These two run for each parameter at each step: the fast way first, by what PyTorch answers in a
-# tenth of a microsecond. Others took 20 us for each, as long as a small parameter's message.
+# These two functions run for each parameter in each step. They test the fast path first, with
+# checks that take 0.1 us. The general path takes 20 us, as long as a small parameter's message.
 
 
-def _tensor(value: Any, dtype: torch.dtype) -> torch.Tensor:
-    """Return a tensor of this dtype in the memory of an array; a copy of one nobody may write."""
+def _tensor(value: Any) -> torch.Tensor:
+    """Return a tensor that shares an array's memory; copies read-only arrays."""
     if not value.flags.carray:  # in order, aligned, writable
         value = np.require(value, requirements=["C", "W"])
-    if dtype is torch.bfloat16:  # which PyTorch does not take from NumPy
-        return torch.from_numpy(value.view(np.int16)).view(torch.bfloat16)
-    return torch.from_numpy(value)
+    return cast(torch.Tensor, extend.as_tensor(value))
 
 
 def _on_host(tensor: torch.Tensor) -> Any:
-    """Return a tensor as a NumPy array, without a copy where its memory allows."""
+    """Return a tensor as a NumPy array, without a copy if possible."""
     there = tensor.detach() if tensor.requires_grad else tensor
     if tensor.is_cpu and tensor.dtype is not torch.bfloat16:
         return there.numpy()

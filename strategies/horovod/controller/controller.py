@@ -1,23 +1,23 @@
 """Controller: negotiates named requests and executes them in one order.
 
-Ranks may make calls in any order. They meet in *rounds*. In a round every rank brings one byte for
-each call that has been made before, and the smallest byte of all ranks is taken::
+Ranks may make calls in any order. They synchronize in *rounds*. In a round every rank sends one
+byte for each cached call, and a MIN all-reduce combines them::
 
                       news   0 "fc.weight"   1 "fc.bias"   2 "loss"
     rank 0            none       ready          ready        -
     rank 1            none       ready            -          -
-    smallest                     ready -> is carried out now, on both
+    minimum                      ready -> executed now, on both
 
-What has no number yet is *told*: where any rank has news, all of them exchange their descriptions
-in the same round. A call that all have told is compared; it gets a number and is carried out, or
-it fails on all of them. So a program that makes the same calls in every step costs one round of a
-microsecond for all that are ready together, and one reduction for all of them.
+A call without a number is announced: if any rank has news, all ranks exchange their descriptions in
+the same round. Once all ranks have announced a call, they compare it. It gets a number and is
+executed, or it fails on all ranks. A program that repeats its calls in every step needs one round
+of a microsecond, and one reduction, for all calls that are ready together.
 
-Every process set has its own controller. A rank takes part in a round when it has a call that is
-not carried out, or knows of one that others have made, in the thread that waits for one
-(`Controller.wait`), or else in a thread of the controller (`background_thread`). One that has none
-lets the others wait; who has waited for too long says which ranks have not made the call, and
-the call fails on all.
+Every process set has its own controller. A rank takes part in a round if it has an unfinished call,
+or knows of one of other ranks. It does so in the thread that waits for a call (`Controller.wait`),
+or else in a thread of the controller (`background_thread`). A rank without calls makes the other
+ranks wait. After the timeout the waiting rank reports which ranks have not made the call, and the
+call fails on all ranks.
 """
 
 from __future__ import annotations
@@ -33,7 +33,6 @@ import numpy as np
 
 import collectives as cc
 from collectives import extend
-from strategies.horovod.controller.background_thread import BackgroundThread, CycleTime
 from strategies.horovod.controller.execution import Response, execute
 from strategies.horovod.controller.negotiation import (
     MOST,
@@ -44,6 +43,11 @@ from strategies.horovod.controller.negotiation import (
     Ready,
     Stalled,
 )
+from strategies.horovod.controller.negotiation_thread import (
+    STOP_SECONDS,
+    CycleTime,
+    NegotiationThread,
+)
 from strategies.horovod.controller.pending_requests import NamesInUse, PendingRequest
 from strategies.horovod.controller.request_signature import RequestKey, RequestSignature, label
 from strategies.horovod.controller.response_cache import CacheEntry, cache_key
@@ -52,71 +56,76 @@ __all__ = ["Controller"]
 
 log = logging.getLogger(__name__)
 
-# Seconds after which a call that is ready here, but not everywhere, is told with its description:
-# from then on all ranks know who has made it, and see whether others mean another call by its key.
+# Seconds after which a call that is ready here, but not everywhere, is announced with its
+# description. Then all ranks know which ranks made it, and detect other calls with the same key.
 _TELL = 0.1
 
-# How many calls with numbers fit in the shortest round, the next, and so on.
+# Number of calls in a round of each width; a round uses the smallest one that fits.
 _WIDTHS = (256, 1024, MOST + 1)
 
 
 class Controller:
-    """Carries out the named calls of a group of ranks.
+    """Executes the named calls of a group of ranks.
 
     Args:
-        comm: for the controller alone.
+        comm: communicator for the controller alone.
 
     Attributes:
         names: names in use on this rank.
-        unnamed: numbers of calls without a name.
+        unnamed: counter of calls without a name.
     """
 
     def __init__(self, comm: cc.Communicator) -> None:
         self.names = NamesInUse()
         self.unnamed = itertools.count()
         self._comm = comm
+        # Shared memory of a node; wide enough for the widest round.
         self._row = comm.shared_empty(_WIDTHS[-1], np.uint8)
-        self._rounds: dict[int, Callable[[], Any]] = {}  # by width
+        self._rounds: dict[int, Callable[[], Any]] = {}  # width -> planned all-reduce
         # Held during a round.
         self._driving = threading.Lock()
-        # Guards what follows until the next comment: it is changed by whoever makes a call.
+        # Guards the fields up to the next comment, which every thread that makes a call changes.
         self._lock = threading.Lock()
         self._fresh: list[PendingRequest] = []  # not in a round yet
         self._news: list[News] = []
         self._waiting = 0  # threads in `wait`
-        self._broken: Exception | None = None  # why there can be no more calls
-        self._owed: dict[RequestKey, str] = {}  # calls that have failed elsewhere, and how
-        # Of this rank, changed in rounds.
+        self._broken: Exception | None = None  # why no more calls are possible
+        self._owed: dict[RequestKey, str] = {}  # calls that failed on other ranks -> error
+        # State of this rank, changed in rounds.
         self._held: dict[RequestKey, PendingRequest] = {}
         self._ready: dict[int, PendingRequest] = {}  # by number
         self._joining: PendingRequest | None = None
         self._shutdown: PendingRequest | None = None
         self._fruitless = 0
-        # The same on all ranks.
+        # Replicated state, the same on all ranks.
         self._known = NegotiationState(comm)
-        self._helper = BackgroundThread(
+        self._thread = NegotiationThread(
             self._only_rank_active, self._negotiate, allowed=self._may_use_threads()
         )
 
     def submit(self, pending: PendingRequest, *, alone: bool) -> None:
-        """Make a call; the thread that does so will `wait` at once unless it is left `alone`.
+        """Add a call. Unless it is left `alone`, the calling thread must `wait` at once.
 
         Raises:
-            CollectiveError: there can be no more calls, or the others have given up this one.
+            CollectiveError: no more calls are possible, or the call timed out on other ranks.
         """
         pending.since = time.monotonic()
+        # Under `_lock` only: a call must not wait for a round in progress.
         with self._lock:
             self._check_usable(pending)
+            # Other ranks gave up this call before this rank made it; here it fails at once.
             owed = self._owed.pop(pending.key, None)
             if owed is not None:
                 raise cc.CollectiveTimeout(owed)
             self._fresh.append(pending)
+        # The caller waits itself otherwise, and runs the round without a change of threads.
         if alone:
-            self._helper.wake()
+            self._thread.wake()
 
     def wait(self, pending: PendingRequest) -> None:
-        """Take part in rounds until a call is carried out, or has failed."""
+        """Take part in rounds until a call is done."""
         with self._lock:
+            # Stops the background thread, which would otherwise run the same rounds.
             self._waiting += 1
         pause = CycleTime()
         try:
@@ -125,18 +134,28 @@ class Controller:
         finally:
             with self._lock:
                 self._waiting -= 1
+            # The background thread continues with calls that no thread waits for.
             if self._has_pending():
-                self._helper.wake()
+                self._thread.wake()
 
-    def join(self) -> int:
-        """Take part without data until all ranks do; returns the last one to come."""
+    def join(self, meanwhile: Callable[[], None]) -> int:
+        """Take part without data until all ranks have joined; return the last one.
+
+        Args:
+            meanwhile: called after this rank's news, and returns when all ranks have joined.
+        """
+        # Earlier calls must use this rank's data, so they are completed before.
         for earlier in self.waiting():
             self.wait(earlier)
         pending = PendingRequest(RequestKey("join"), RequestSignature("join"))
         with self._lock:
             self._check_usable(pending)
+            # From the next round on, other ranks do not wait for this rank's calls.
             self._joining = pending
             self._news.append(Joined())
+        # The thread runs rounds until then.
+        self._thread.wake()
+        meanwhile()
         self.wait(pending)
         self.names.sweep()
         if pending.error is not None:
@@ -144,10 +163,12 @@ class Controller:
         return cast(int, pending.results[0])
 
     def leave(self) -> None:
-        """Wait until all ranks leave, and end; *collective*. Calls of the others fail."""
+        """Wait until all ranks leave, then close; *collective*. Calls of other ranks fail."""
+        # After an error the ranks are not in step, and a round could wait for ever.
         if self._broken is None:
             pending = PendingRequest(RequestKey("shutdown"), RequestSignature("shutdown"))
             with self._lock:
+                # Outside of `_held`, since it is not a call of one name.
                 self._shutdown = pending
                 self._news.append(Leaving())
             self.wait(pending)
@@ -155,14 +176,15 @@ class Controller:
 
     def stop(self) -> None:
         """End the thread."""
-        self._helper.stop()
+        self._thread.stop(STOP_SECONDS)
 
     def waiting(self) -> list[PendingRequest]:
-        """Return the calls that are not carried out."""
+        """Return the unfinished calls."""
         return [*self._held.values(), *self._fresh]
 
     def _may_use_threads(self) -> bool:
-        """Whether a thread may take part in rounds; if not, waiting does."""
+        """Return whether a background thread may run rounds; otherwise only `wait` does."""
+        # Without messages, in shared memory of one node, MPI's support for threads does not matter.
         return extend.supports_threads(self._comm) or not extend.uses_messages(self._comm)
 
     def _check_usable(self, pending: PendingRequest) -> None:
@@ -172,29 +194,33 @@ class Controller:
             )
 
     def _has_pending(self) -> bool:
-        """Whether this rank wants to meet the others, or some of them wait for its call."""
+        """Return whether this rank has unfinished calls, or other ranks wait for its call."""
         own = self._fresh or self._held or self._news or self._joining or self._shutdown
+        # `told` counts too: other ranks need this rank in the rounds until they have decided.
         return bool(own or self._known.told) and self._broken is None
 
     def _only_rank_active(self) -> bool:
-        """Whether there is something to do, and no thread waits for it."""
+        """Return whether there is work, and no thread in `wait` does it."""
         return self._has_pending() and not self._waiting
 
     # A round.
 
     def _negotiate(self, pending: PendingRequest | None = None) -> bool:
-        """Meet the other ranks once, unless a call is done; tells whether anything came of it."""
+        """Run a round unless `pending` is done; return whether anything changed."""
         with self._driving:
+            # Another thread may have finished the call while this one waited for the lock.
             if (pending is not None and pending.done) or not self._has_pending():
                 return True
             return self._cycle()
 
     def _cycle(self) -> bool:
-        """Make a round; an error in one is the end of all calls."""
+        """Run a round; an error in it fails all calls, because ranks are no longer in step."""
         try:
             return self._exchange()
         except BaseException as error:
+            # Also an interrupt: the round may be half done, so the next one would not match.
             self._break(error)
+            # Each waiting thread raises it from its own call.
             if isinstance(error, cc.CollectiveError):
                 return True
             raise
@@ -202,36 +228,45 @@ class Controller:
     def _exchange(self) -> bool:
         table, joined = self._known.table, self._known.joined
         news = self._place()
+        # The smallest width that fits, equal on all ranks as the table is.
         width = next(w for w in _WIDTHS if w > len(table))
         row = self._row[:width]
         row[...] = 0
+        # 0 from any rank makes the minimum 0: then all ranks exchange their news.
         row[0] = not news
-        if self._comm.rank in joined:  # the others decide
+        if self._comm.rank in joined:  # ready for every call that is possible without its data
             row[1 : len(table) + 1] = [self._known.runnable(table[n][1]) for n in range(len(table))]
         if self._ready:
+            # By one index, because a round takes a microsecond and a loop would take more.
             row[[number + 1 for number in self._ready]] = 1
         self._round_of(width)()
+        # Positions where every rank has written 1.
         numbers = np.flatnonzero(row[1 : len(table) + 1]).tolist()
         told = None if row[0] else self._comm.allgather_object(news)
         works = [self._work(table[n][1], self._ready.pop(n, None)) for n in numbers]
+        # In the order of numbers on all ranks, so that all evict the same entry later.
         table.used(numbers)
         if told is not None:
             works += self._apply(told)
+        # Only rounds without a result count as a wait.
         self._fruitless = 0 if works else self._fruitless + 1
         for work in works:
             if work.pending is not None:
+                # Removed before it runs, since another thread may make the next call of this name.
                 del self._held[work.pending.key]
         execute(works)
         return bool(works) or told is not None
 
     def _round_of(self, width: int) -> Callable[[], Any]:
-        """Return what takes the smallest bytes of the ranks."""
+        """Return the MIN all-reduce of a width."""
         if width not in self._rounds:
+            # A plan per width: repeated rounds then cost no preparation.
             self._rounds[width] = self._comm.plan_allreduce(self._row[:width], op=cc.MIN)
         return self._rounds[width]
 
     def _place(self) -> list[News]:
-        """Give every call a number, or tell it; returns what the others are told."""
+        """Number or announce each new call; return the news for other ranks."""
+        # Swapped under the lock; the rest of the round needs no lock.
         with self._lock:
             fresh, self._fresh = self._fresh, []
             news, self._news = self._news, []
@@ -239,8 +274,9 @@ class Controller:
         for pending in fresh:
             number = self._known.table.find((cache_key(pending.key), pending.description))
             if pending.key in self._held or number in self._ready:
-                later.append(pending)  # one by one
+                later.append(pending)  # one round per call with this key or number
             elif number is None or pending.key in self._known.told:
+                # An announced call needs each rank's description; its number does not suffice.
                 self._held[pending.key] = pending
                 news.append(Ready(pending.key, pending.description))
             else:
@@ -248,22 +284,26 @@ class Controller:
                 self._ready[number] = pending
         if later:
             with self._lock:
+                # In front, so that calls keep their order.
                 self._fresh[:0] = later
         if self._fruitless:
             news += self._overdue()
         return news
 
     def _overdue(self) -> list[News]:
-        """Say what has waited for so long that the others should know, or give it up."""
+        """Announce calls that have waited too long, or give them up."""
         now = time.monotonic()
         settings = self._comm.settings
         news: list[News] = []
+        # A copy, because entries are removed in the loop.
         for number, pending in list(self._ready.items()):
             if now - pending.since > _TELL:
+                # Its number is withdrawn: ranks must not execute it while it is announced.
                 del self._ready[number]
                 news.append(Ready(pending.key, pending.description))
         for key in self._known.told:
             held = self._held.get(key)
+            # A call that this rank has not made is the other ranks' to report.
             if held is None or key in self._owed:
                 continue
             age = now - held.since
@@ -278,32 +318,38 @@ class Controller:
                 )  # fmt: skip
         return news
 
-    # What ranks have told; the same is done on all of them.
+    # Processing of news, which all ranks do in the same way.
 
     def _apply(self, told: Sequence[Sequence[News]]) -> list[Response]:
-        """Take in the news of all ranks; returns the calls that are ready now."""
+        """Process the news of all ranks; return the calls that are now ready."""
+        # All ranks process the same news in the same order, so their states remain equal.
         late = self._known.apply(told)
         for number, pending in list(self._ready.items()):
-            if pending.key in self._known.told:  # tell it, too
+            if pending.key in self._known.told:  # announced elsewhere, so announce it here
                 del self._ready[number]
                 del self._held[pending.key]
                 with self._lock:
                     self._fresh.insert(0, pending)
+        # Before the decisions: once all ranks have joined, none counts as joined any more.
         self._on_joined()
         works = [self._decide(key, late=key in late) for key in list(self._known.told)]
+        # After them: calls that all ranks have announced still run.
         self._on_left()
         return [work for work in works if work is not None]
 
     def _decide(self, key: RequestKey, *, late: bool) -> Response | None:
-        """Carry out a call that all ranks have told, or let it fail on all of them."""
+        """Execute a call that all ranks have announced, or fail it on all of them."""
         error, missing = self._known.error(key, late=late), self._known.missing(key)
+        # Waits for the missing ranks.
         if error is None and missing:
             return None
         told = self._known.told.pop(key)
         if error is None:
+            # The lowest rank's description; all are equal here.
             what, pending = told[min(told)], self._held.get(key)
             self._number((cache_key(key), what))
             return self._work(what, pending)
+        # This rank will make the call later and must get the same error then.
         if isinstance(error, cc.CollectiveTimeout) and self._comm.rank in missing:
             self._owed[key] = str(error)
         own = self._held.pop(key, None)
@@ -312,8 +358,9 @@ class Controller:
         return None
 
     def _number(self, entry: CacheEntry) -> None:
-        """Give a call a number, perhaps that of another one."""
+        """Give a call a number, possibly that of an evicted one."""
         number = self._known.table.add(entry)
+        # An evicted call of this rank is announced in the next round.
         replaced = self._ready.pop(number, None)
         if replaced is not None:
             del self._held[replaced.key]
@@ -328,22 +375,25 @@ class Controller:
         if len(joined) == self._comm.size:
             last = joined[-1]
             joined.clear()
-            self.unnamed = itertools.count()  # of which some ranks have made more calls
+            self.unnamed = itertools.count()  # joined ranks have made fewer calls
             if self._joining is not None:
                 self._joining.succeed([last])
                 self._joining = None
 
     def _on_left(self) -> None:
+        # All ranks leave, so no further call can become ready.
         if len(self._known.leaving) == self._comm.size:
             self._broken = cc.CollectiveError("shutdown was called")
             if self._shutdown is not None:
                 self._shutdown.succeed([])
 
     def _break(self, error: BaseException) -> None:
-        """Let all calls fail: the ranks are not in step any more."""
+        """Fail all calls, because the ranks are no longer in step."""
         with self._lock:
             if self._broken is None:
+                # The first error is the cause.
                 self._broken = cc.CollectiveError(f"{type(error).__name__}: {error}")
+            # A call may be in both lists while it moves between them.
             open_calls = {id(p): p for p in [*self._held.values(), *self._fresh]}
             self._held.clear()
             self._ready.clear()

@@ -1,7 +1,7 @@
 """Execution of requests that are ready on all ranks.
 
-All-reductions of one op are made together, by one call for many arrays. What a rank has that has
-joined (`hvd.join`) changes no result: zeros for a sum, the largest number for a minimum, no rows.
+All-reduces with the same op run together, as one grouped call. A rank that has joined (`hvd.join`)
+contributes data that changes no result: zeros for a sum, the largest number for a minimum, no rows.
 """
 
 from __future__ import annotations
@@ -22,17 +22,17 @@ __all__ = ["WITHOUT_JOINED", "Response", "execute"]
 OPS: dict[str, Any] = {op.value: op for op in (cc.MEAN, cc.SUM, cc.MIN, cc.MAX, cc.PRODUCT)}
 
 WITHOUT_JOINED = ("alltoall", "reducescatter")
-"""Operations whose rows would be lost on a rank that has joined."""
+"""Operations that are impossible after a rank has joined, because its rows would be lost."""
 
 
 class Response(NamedTuple):
-    """A call that all ranks are ready for.
+    """A call that is ready on all ranks.
 
     Attributes:
-        description: what it means.
-        pending: of this rank; None if it has joined.
+        description: description of the call.
+        pending: this rank's request; None if it has joined.
         comm: the ranks.
-        absent: how many of these have joined.
+        absent: number of ranks that have joined.
     """
 
     description: RequestSignature
@@ -41,23 +41,26 @@ class Response(NamedTuple):
     absent: int
 
     def arrays(self) -> Sequence[Any]:
-        """What this rank brings."""
+        """Return this rank's arrays."""
         if self.pending is not None:
             return self.pending.arrays
+        # A joined rank makes neutral arrays from the description.
         what = self.description
         if what.operation == "allreduce":
             return [_identity_element(dtype, shape, what.op) for dtype, shape in what.arrays]
+        # No rows, but the row's shape, which all ranks must have.
         if what.operation == "allgather":
             return [np.empty((0, *row), np.dtype(dtype)) for dtype, row in what.arrays]
         return [np.empty(shape, np.dtype(dtype)) for dtype, shape in what.arrays]
 
 
 def execute(works: Sequence[Response]) -> None:
-    """Carry out calls, all-reductions first; *collective*, the same calls on all ranks.
+    """Execute calls, all-reduces first; *collective*, the same calls on all ranks.
 
     Raises:
-        CollectiveError: other than `MismatchError`: the ranks are not in step any more.
+        CollectiveError: except `MismatchError`: the ranks are no longer in step.
     """
+    # In the order of their numbers, equal on all ranks, so that all form the same groups.
     together: dict[Any, list[Response]] = {}
     alone = []
     for work in works:
@@ -66,31 +69,34 @@ def execute(works: Sequence[Response]) -> None:
         else:
             alone.append(work)
     for op, group in together.items():
+        # Bound by defaults: a lambda would otherwise see the last loop variables.
         _attempt(group, lambda group=group, op=op: _reduce(group, op))
     for work in alone:
         _attempt([work], lambda work=work: [_ALONE[work.description.operation](work)])
 
 
 def _attempt(works: Sequence[Response], run: Any) -> None:
-    """Hand over what a call returns, or the error that all ranks raise."""
+    """Pass the results of calls, or the error that all ranks raise, to their requests."""
     try:
         results = run()
         for work, own in zip(works, results, strict=True):
             if work.pending is not None:
                 work.pending.succeed(own)
     except (cc.MismatchError, TypeError, ValueError) as error:
+        # Errors that all ranks raise together; others leave the ranks out of step.
         for work in works:
             if work.pending is not None and not work.pending.done:
                 work.pending.fail(error)
 
 
 def _reduce(works: Sequence[Response], op: Any) -> list[list[Any]]:
-    """Make all-reductions of one op together."""
+    """Run all-reduces of one op together."""
     comm = works[0].comm
     brought = [[_summable(x, work.description) for x in work.arrays()] for work in works]
     flat = [x for arrays in brought for x in arrays]
     out = _targets(works, brought)
     if len(flat) == 1:
+        # A single array saves the packing of a group.
         made = [comm.allreduce(flat[0], op=op, out=out and out[0])]
     else:
         made = comm.grouped_allreduce(flat, op=op, out=out)
@@ -102,13 +108,14 @@ def _reduce(works: Sequence[Response], op: Any) -> list[list[Any]]:
 
 
 def _targets(works: Sequence[Response], brought: Sequence[Sequence[Any]]) -> list[Any] | None:
-    """Return where results go, if all of them go to arrays that are there."""
+    """Return the output arrays if all results have existing ones, otherwise None."""
     targets: list[Any] = []
     for work, own in zip(works, brought, strict=True):
         pending = work.pending
         if (
             pending is None
             or pending.targets is None
+            # A widened integer is a copy, so its target is not the reduced array.
             or any(map(operator.is_not, own, pending.arrays))
         ):
             return None
@@ -140,6 +147,7 @@ def _alltoall(work: Response) -> list[Any]:
     assert work.pending is not None
     assert work.pending.splits is not None
     splits = np.array(work.pending.splits, np.int64)
+    # The receivers learn the numbers of rows, which are part of the result.
     received = work.comm.alltoall(splits)
     return [work.comm.alltoall(work.arrays()[0], counts=work.pending.splits), received]
 
@@ -159,7 +167,7 @@ _ALONE: dict[str, Any] = {
 
 
 def _op(description: RequestSignature) -> Any:
-    """How arrays are combined: integers are added, and divided then."""
+    """Return the reduction of the arrays; a mean of integers is summed here and divided later."""
     whole = any(_is_integer(dtype) for dtype, _ in description.arrays)
     return cc.SUM if whole and description.op == "MEAN" else OPS[description.op]
 
@@ -169,29 +177,32 @@ def _is_integer(dtype: str) -> bool:
 
 
 def _summable(x: Any, description: RequestSignature) -> Any:
-    """Widen integers of which a mean is asked for, so that their sum fits."""
+    """Widen integers for a mean, so that their sum fits."""
     if description.op != "MEAN" or not _is_integer(array_ops.dtype_name(x)):
         return x
     host = array_ops.host(x)
     whole = np.asarray(x.cpu() if host is None else host)
+    # 64-bit integers have no wider dtype.
     return whole if whole.dtype.itemsize == 8 else whole.astype(np.int64)
 
 
 def _mean(result: Any, work: Response, index: int) -> Any:
-    """Make of a reduction the mean over the ranks that have not joined, if that is asked for."""
+    """Turn a reduction into the mean over the ranks that have not joined, if the op is a mean."""
     if work.description.op != "MEAN":
         return result
     dtype = work.description.arrays[index][0]
     present = work.comm.size - work.absent
     if _is_integer(dtype):
-        rounded = np.sign(result) * (np.abs(result) // present)  # towards zero
+        # Toward zero, as Horovod; `//` alone rounds toward minus infinity.
+        rounded = np.sign(result) * (np.abs(result) // present)  # toward zero
         own = work.arrays()[index]
         return array_ops.on_same_device(own, np.asarray(rounded, dtype))
+    # The reduction divided by all ranks, but only some contributed.
     return result if not work.absent else result * (work.comm.size / present)
 
 
 def _identity_element(dtype: str, shape: tuple[int, ...], op: str) -> Any:
-    """Return an array that changes no reduction."""
+    """Return an array that does not change a reduction."""
     kind = np.dtype(dtype)
     if op in ("MEAN", "SUM"):
         return np.zeros(shape, kind)
@@ -200,6 +211,7 @@ def _identity_element(dtype: str, shape: tuple[int, ...], op: str) -> Any:
     if kind.kind == "b":
         return np.full(shape, op == "MIN", kind)
     if _is_integer(dtype):
+        # The limits of the dtype, since infinity is not an integer.
         limits = np.iinfo(kind)
         return np.full(shape, limits.max if op == "MIN" else limits.min, kind)
     return np.full(shape, np.inf if op == "MIN" else -np.inf).astype(kind)

@@ -1,8 +1,8 @@
 """Replicated negotiation state: which named requests are ready on which ranks.
 
-In a round every rank may tell *news*: that it has made a call, that one has waited for too long,
-that it has no more data, that it leaves. All ranks hear the news of all of them, and so come to the
-same end of every call: it is carried out, it fails on all of them, or it is waited for.
+In a round every rank may send *news*: that it has made a call, that a call has timed out, that it
+has no more data, that it leaves. All ranks process the news of all ranks, so they reach the same
+decision on every call: execute it, fail it on all ranks, or wait.
 """
 
 from __future__ import annotations
@@ -26,59 +26,61 @@ from strategies.horovod.controller.response_cache import ResponseCache
 __all__ = ["MOST", "Joined", "NegotiationState", "Stalled", "Leaving", "News", "Ready"]
 
 MOST = 4095
-"""How many calls have numbers."""
+"""Maximum number of cached calls."""
 
 
 class Ready(NamedTuple):
-    """A call that this rank has made, with its description."""
+    """News: this rank has made a call."""
 
     key: RequestKey
     description: RequestSignature
 
 
 class Stalled(NamedTuple):
-    """A call has waited for too long on this rank."""
+    """News: a call has timed out on this rank."""
 
     key: RequestKey
 
 
 class Joined(NamedTuple):
-    """This rank has no more data."""
+    """News: this rank has no more data."""
 
 
 class Leaving(NamedTuple):
-    """This rank has called `shutdown`."""
+    """News: this rank has called `shutdown`."""
 
 
 News = Ready | Stalled | Joined | Leaving
 
 
 class NegotiationState:
-    """What the ranks of a controller know.
+    """The state that all ranks of a controller share.
 
     Args:
         comm: the ranks.
 
     Attributes:
         table: calls that have numbers.
-        told: calls that some ranks have made, and what each of these means by them.
-        joined: the ranks without more data, in the order in which they have said so.
-        leaving: the ranks that have called `shutdown`.
+        told: call -> rank that has made it -> its description.
+        joined: ranks without more data, in the order of their news.
+        leaving: ranks that have called `shutdown`.
     """
 
     def __init__(self, comm: cc.Communicator) -> None:
         self._comm = comm
+        # The widest round has a byte for each of `MOST` calls.
         self.table = ResponseCache(MOST)
         self.told: dict[RequestKey, dict[int, RequestSignature]] = {}
         self.joined: list[int] = []
         self.leaving: list[int] = []
 
     def apply(self, told: Sequence[Sequence[News]]) -> set[RequestKey]:
-        """Take in the news of all ranks; returns the calls that have waited for too long."""
+        """Process the news of all ranks; return the calls that have timed out."""
         late = set()
         for rank, news in enumerate(told):
             for item in news:
                 if isinstance(item, Ready):
+                    # By key and rank, so that a repeated announcement changes nothing.
                     self.told.setdefault(item.key, {})[rank] = item.description
                 elif isinstance(item, Stalled):
                     late.add(item.key)
@@ -89,29 +91,34 @@ class NegotiationState:
         return late
 
     def runnable(self, what: RequestSignature) -> bool:
-        """Whether a call can be carried out though ranks have joined."""
+        """Return whether a call can run although ranks have joined."""
+        # Rows of a joined rank would be missing, and a joined root has nothing to send.
         return what.operation not in WITHOUT_JOINED and what.root not in self.joined
 
     def missing(self, key: RequestKey) -> list[int]:
-        """Return the ranks that have not made a call, and have to."""
+        """Return the ranks that still have to make a call."""
         told = self.told[key]
+        # A joined rank is never waited for.
         return [r for r in range(self._comm.size) if r not in told and r not in self.joined]
 
     def error(self, key: RequestKey, *, late: bool) -> Exception | None:
-        """Say why a call fails, on all ranks; None if it does not.
+        """Return the error of a call for all ranks; None without an error.
 
         Args:
-            key: of a call that some ranks have told.
-            late: it has waited for too long.
+            key: key of a call that some ranks have announced.
+            late: whether it has timed out.
         """
         told, missing = self.told[key], self.missing(key)
         name = functools.partial(extend.describe_ranks, self._comm)
         first = told[min(told)]
         here = label(key, first)
         gone = [rank for rank in missing if rank in self.leaving]
+        # Only ranks that have joined without announcing this call.
         joined = [] if self.runnable(first) else [r for r in self.joined if r not in told]
+        # An error of one rank first: it explains why the others differ.
         if not missing and (refused := rejections(told, name)) is not None:
             return cc.MismatchError(f"{here}: {refused}")
+        # A rank that leaves will never make the call.
         if gone:
             return cc.CollectiveError(f"{here}: {name(*gone)} has called shutdown before")
         if joined:
@@ -120,5 +127,6 @@ class NegotiationState:
             limit = self._comm.settings.timeout
             silent = f"{here}: not called by {name(*missing)} within {limit:g} s"
             return cc.CollectiveTimeout(silent) if late else None
+        # Compared at last, when all descriptions are there.
         differs = difference(told, name)
         return None if differs is None else cc.MismatchError(f"{here}: {differs}")

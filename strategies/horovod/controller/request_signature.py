@@ -1,7 +1,7 @@
 """Signature of a named request, and error texts for ranks that differ.
 
-A call is found on the other ranks by its *key*: its name, or the number of a call without one. What
-it means is its *description*, which has to be the same everywhere.
+The *key* of a call identifies it on all ranks: its name, or the number of a call without one. Its
+*description* must be the same on all ranks.
 """
 
 from __future__ import annotations
@@ -11,15 +11,15 @@ from typing import Any, NamedTuple
 
 __all__ = ["RequestSignature", "RequestKey", "difference", "label", "rejections"]
 
-Name = Callable[..., str]  # of ranks, as errors call them
+Name = Callable[..., str]  # (ranks) -> their description in errors
 
 
 class RequestKey(NamedTuple):
-    """By what a call is found on the other ranks.
+    """Identifies a call on all ranks.
 
     Attributes:
-        name: as it was given, or None.
-        number: of a call without a name: its number among these, whatever they do; else 0.
+        name: name of the call, or None.
+        number: number among all calls without a name; 0 for calls with one.
     """
 
     name: str | None
@@ -27,15 +27,15 @@ class RequestKey(NamedTuple):
 
 
 class RequestSignature(NamedTuple):
-    """What has to be equal on all ranks.
+    """The properties of a call that must be equal on all ranks.
 
     Attributes:
-        operation: such as "allreduce".
-        arrays: dtype and shape of each, as far as they must be equal.
-        op: the reduction's name.
-        root: as a rank of the process set.
-        factors: before and after the reduction.
-        refused: why this rank has raised an error instead.
+        operation: name such as "allreduce".
+        arrays: dtype and shape of each array; only the dimensions that must be equal.
+        op: name of the reduction.
+        root: root as a rank of the process set.
+        factors: factors before and after the reduction.
+        refused: error that this rank raised instead.
     """
 
     operation: str
@@ -46,7 +46,7 @@ class RequestSignature(NamedTuple):
     refused: str = ""
 
 
-# What a field is called, and what is shown of it.
+# Name of a property in errors, and its value.
 _FIELDS: Mapping[str, tuple[str, Callable[[RequestSignature], Any]]] = {
     "operation": ("operation", lambda d: d.operation),
     "count": ("number of arrays", lambda d: len(d.arrays)),
@@ -59,14 +59,15 @@ _FIELDS: Mapping[str, tuple[str, Callable[[RequestSignature], Any]]] = {
 
 
 def label(key: RequestKey, description: RequestSignature) -> str:
-    """Name a call as errors do."""
+    """Return the name of a call in errors."""
     if key.name is not None:
         return f"{description.operation} {key.name!r}"
     return f"{description.operation} (call {key.number} without a name)"
 
 
 def rejections(told: Mapping[int, RequestSignature], name: Name) -> str | None:
-    """Say which rank has refused a call, and why; None if none has."""
+    """Return the first rank that has raised an error, with its message; None without one."""
+    # The lowest rank's error, so that all ranks raise the same text.
     refused = [rank for rank in sorted(told) if told[rank].refused]
     if not refused:
         return None
@@ -74,8 +75,9 @@ def rejections(told: Mapping[int, RequestSignature], name: Name) -> str | None:
 
 
 def difference(told: Mapping[int, RequestSignature], name: Name) -> str | None:
-    """Say in what the ranks differ; None if in nothing."""
+    """Describe the first difference between ranks; None if they are equal."""
     ranks = sorted(told)
+    # Every rank compares with the lowest one, so all find the same difference.
     first = told[ranks[0]]
     other = next((rank for rank in ranks if told[rank] != first), None)
     if other is None:
@@ -88,11 +90,12 @@ def difference(told: Mapping[int, RequestSignature], name: Name) -> str | None:
                 f"ranks differ in their {words}: {here} on {name(ranks[0])}, "
                 f"{there} on {name(other)}"
             )
+    # A new field needs a name in `_FIELDS`.
     raise AssertionError(f"{first} and {told[other]} differ in a field that has no words")
 
 
 def _apart(here: Any, there: Any) -> tuple[Any, Any]:
-    """Of two lists return the first elements that differ; other values as they are."""
+    """Return the first pair of different elements of two lists; other values unchanged."""
     if not isinstance(here, Sequence) or not isinstance(here, list):
         return here, there
     return next(pair for pair in zip(here, there, strict=True) if pair[0] != pair[1])
