@@ -26,7 +26,7 @@ _numbers = itertools.count()
 
 
 class _Accumulator:
-    """What both kinds share."""
+    """Base of both kinds of accumulators."""
 
     form = "any"
 
@@ -48,6 +48,7 @@ class _Accumulator:
             )
         self.part = GradientSpec(self.name, self.dtype.name, self.shape, self.form)
         self.mean = self.reduction_type == "MEAN"
+        # Replaced by a client of the state machine if the accumulator is on another task.
         self.state_machine: AnyAccumulation = Accumulation(
             [self.part], mean=self.mean, name=self.name
         )
@@ -59,22 +60,23 @@ class _Accumulator:
         )
 
     def num_accumulated(self) -> int:
-        """Return how many gradients of the current step are in."""
+        """Return the number of gradients accumulated in the current step."""
         return self.state_machine.state()[1]
 
     def global_step(self) -> int:
-        """Return the current step; gradients of an earlier one are dropped."""
+        """Return the current step; gradients of earlier steps are dropped."""
         return self.state_machine.state()[0]
 
     def set_global_step(self, step: int) -> None:
-        """Set the current step; going back is logged as a warning."""
+        """Set the current step; setting an earlier one logs a warning."""
         self.state_machine.set_step(int(step))
 
     def cancel_pending(self) -> None:
-        """Fail all takes that wait, of any thread, with `CancelledError`."""
+        """Fail all waiting takes of all threads with `CancelledError`."""
         self.state_machine.cancel_pending()
 
     def _apply(self, gradient: Any, local_step: int) -> bool:
+        # An apply never waits, so it needs no timeout.
         attempt = Apply([gradient], int(local_step))
         perform(self.state_machine, attempt, "apply_grad", None)
         return attempt.accepted
@@ -82,25 +84,26 @@ class _Accumulator:
     def _take(self, count: int, timeout: float | None) -> Any:
         attempt = Take(int(count))
         perform(self.state_machine, attempt, "take_grad", timeout)
+        # Accumulators of this kind have one part.
         return attempt.results[0]
 
 
 class ConditionalAccumulator(_Accumulator):
     """The mean of several gradients of one variable.
 
-    Each gradient comes with the step of the values that it was computed from, its `local_step`. One
-    of an earlier step than the accumulator's is *stale*, and dropped. Taking the mean empties the
+    Each gradient has a `local_step`: the step of the values that it was computed from. A gradient
+    of an earlier step than the accumulator's is *stale* and dropped. Taking the mean empties the
     accumulator and begins its next step.
 
     Args:
-        dtype: float16, bfloat16, float32 or float64. 16-bit floats are added up in float32.
-        shape: of the gradients; None for a size, or all of it, that may be any, but the same for
-            all that are averaged.
+        dtype: float16, bfloat16, float32 or float64. 16-bit floats are accumulated in float32.
+        shape: shape of the gradients. None for a size, or for the shape, accepts any, but it must
+            be the same for all gradients of a step.
         reduction_type: "MEAN" or "SUM".
-        name: for errors; made up if None.
+        name: name for errors; None chooses one.
 
     Raises:
-        ValueError: no such dtype or reduction type.
+        ValueError: the dtype or reduction type is unknown.
 
     Example:
         >>> accumulator = ConditionalAccumulator("float32", (2,))
@@ -120,51 +123,52 @@ class ConditionalAccumulator(_Accumulator):
         """Add a gradient, unless it is stale.
 
         Args:
-            gradient: Python's numbers and lists take the dtype of the accumulator, arrays must have
-                it. Not needed any more when the call returns.
-            local_step: step of the values it was computed from; a later one than the accumulator's
-                is fine.
+            gradient: an array of the accumulator's dtype, or Python numbers and lists, which take
+                it. You may change it after the call.
+            local_step: step of the values that it was computed from; may be later than the
+                accumulator's.
 
         Returns:
             Whether it was added.
 
         Raises:
-            InvalidArgumentError: its shape or dtype does not fit, also to those that are in.
+            InvalidArgumentError: its shape or dtype differs from the accumulator's or from earlier
+                gradients of the step.
         """
         return self._apply(_as_array(gradient, self.dtype), local_step)
 
     def take_grad(self, count: int, *, timeout: float | None = None) -> Array:
-        """Wait until there are so many gradients, and take the mean or sum of all that are in.
+        """Wait for at least `count` gradients; return the mean or sum of all accumulated ones.
 
-        Whoever asked first is served first. The accumulator is empty afterwards, and its step is
-        one more.
+        Callers are served in the order of their calls. Afterwards the accumulator is empty, and its
+        step is one higher.
 
         Args:
-            count: how many at least.
+            count: minimum number of gradients.
             timeout: seconds to wait.
 
         Returns:
-            Shape and dtype of the gradients; belongs to the caller.
+            An array with shape and dtype of the gradients; it belongs to the caller.
 
         Raises:
             InvalidArgumentError: a count below 1.
-            DeadlineExceededError: not enough came within `timeout`.
-            CancelledError: by `cancel_pending`, or the end of the service.
+            DeadlineExceededError: fewer gradients arrived within `timeout`.
+            CancelledError: `cancel_pending` was called, or the service has ended.
         """
         return self._take(count, timeout)  # type: ignore[no-any-return]
 
 
 class SparseConditionalAccumulator(_Accumulator):
-    """The mean of several gradients that are zero but for some rows.
+    """The mean of several gradients that are zero except for some rows.
 
-    As a `ConditionalAccumulator`, but each index is averaged over the gradients that had it. Rows
-    of one index in one gradient are added first.
+    As a `ConditionalAccumulator`, but each row is averaged over the gradients that contain it.
+    Duplicate indices in one gradient are summed first.
 
     Args:
-        dtype: as there.
-        shape: of the variable; None for a size, or all of it, that may be any.
+        dtype: as for `ConditionalAccumulator`.
+        shape: shape of the variable; None for a size, or for the shape, accepts any.
         reduction_type: "MEAN" or "SUM".
-        name: for errors; made up if None.
+        name: name for errors; None chooses one.
 
     Example:
         >>> accumulator = SparseConditionalAccumulator("float32", (3, 2))
@@ -191,15 +195,15 @@ class SparseConditionalAccumulator(_Accumulator):
         Args:
             indices: shape (k,), integers, in any order.
             values: shape (k, ...).
-            shape: of the variable, if it is to be compared with that of the accumulator.
+            shape: shape of the variable, to compare with the accumulator's; None skips this check.
             local_step: as for `ConditionalAccumulator.apply_grad`.
 
         Returns:
             Whether it was added.
 
         Raises:
-            InvalidArgumentError: not an index for every row, an index out of range, or shape or
-                dtype do not fit.
+            InvalidArgumentError: indices and rows differ in number, an index is out of range, or
+                shape or dtype differ.
         """
         rows = Rows(indices, _as_array(values, self.dtype))
         if shape is not None:
@@ -207,21 +211,21 @@ class SparseConditionalAccumulator(_Accumulator):
         return self._apply(rows, local_step)
 
     def apply_rows(self, rows: Rows, local_step: int = 0) -> bool:
-        """As `apply_grad`, for a gradient that is one object."""
+        """As `apply_grad`, for a gradient as one object."""
         return self.apply_grad(rows.indices, rows.values, None, local_step)
 
     def take_grad(
         self, count: int, *, timeout: float | None = None
     ) -> tuple[Array, Array, tuple[int | None, ...] | None]:
-        """Wait for so many gradients, and take the mean or sum of each index.
+        """Wait for at least `count` gradients; return the mean or sum of each row.
 
         Args:
-            count: how many at least.
+            count: minimum number of gradients.
             timeout: seconds to wait.
 
         Returns:
             The indices in order, shape (k,), int64; their rows, shape (k, ...); and the shape of
-            the variable, as far as the accumulator knows it.
+            the variable as far as it is known.
 
         Raises:
             OpError: as `ConditionalAccumulator.take_grad`.
@@ -229,6 +233,8 @@ class SparseConditionalAccumulator(_Accumulator):
         rows = self.take_rows(count, timeout=timeout)
         known = self.shape
         if known is None and len(rows.values):
+            # The number of rows of the variable is unknown; the other sizes are those of the
+            # gradients.
             known = (None, *rows.values.shape[1:])
         return rows.indices, rows.values, known
 
@@ -260,27 +266,27 @@ def shared_accumulator(
     container: str | None = None,
     reduction_type: str = "MEAN",
 ) -> A:
-    """Make an accumulator that lives on a task, or find it there; see `shared_queue`.
+    """Create an accumulator on a task, or find it there; see `shared_queue`.
 
     Args:
         kind: `ConditionalAccumulator` or `SparseConditionalAccumulator`.
         dtype: as for the class.
         shape: as for the class.
-        service: open on all tasks.
-        shared_name: of the accumulator; also its `name`.
-        task: where it lives: a number, or a device string such as "/job:worker/task:1"; what that
-            leaves open, or None, is decided by the `device` blocks around.
-        container: set of names that `shared_name` belongs to; None for the current one.
+        service: service that is open on all tasks.
+        shared_name: name of the accumulator; also its `name`.
+        task: task of the accumulator: a number, or a device string such as "/job:worker/task:1".
+            The enclosing `device` blocks supply missing parts, or all of it for None.
+        container: namespace of `shared_name`; None for the current one.
         reduction_type: as for the class.
 
     Returns:
         An accumulator with the same methods on all tasks.
 
     Raises:
-        InvalidArgumentError: the name belongs to something else; says what differs.
+        InvalidArgumentError: the name belongs to a different object; names the difference.
         UnavailableError: the task cannot be reached.
-        ValueError: no such task, no name, or as the class.
-        TypeError: not one of the two classes.
+        ValueError: the task does not exist, the name is empty, or as the class.
+        TypeError: `kind` is not one of the two classes.
 
     Example:
         >>> import collectives as cc
@@ -298,6 +304,7 @@ def shared_accumulator(
             f"shared_accumulator: expected ConditionalAccumulator or SparseConditionalAccumulator, "
             f"got {kind!r}"
         )
+    # Made first, because its constructor checks the arguments before any message.
     accumulator = kind(dtype, shape, reduction_type=reduction_type, name=shared_name)
     accumulator.state_machine = open_accumulation(
         service,
@@ -318,6 +325,7 @@ def _known_dtype(dtype: npt.DTypeLike) -> np.dtype[Any]:
 
 
 def _as_array(value: npt.ArrayLike, dtype: np.dtype[Any]) -> Array:
+    # Arrays keep their dtype, which is checked; Python's numbers take the accumulator's.
     if hasattr(value, "dtype"):
         return np.asarray(value)
     try:

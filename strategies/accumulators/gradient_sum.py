@@ -21,13 +21,13 @@ Gradient: TypeAlias = Array | Rows | None
 
 @dataclass(frozen=True)
 class GradientSpec:
-    """What the gradients of one variable may be.
+    """Allowed gradients of one variable.
 
     Attributes:
-        name: of the variable, for errors.
+        name: name of the variable, for errors.
         dtype: its name, one of `COMPUTE`.
-        shape: of the variable; None for a size, or all of it, that may be any.
-        form: "dense", "rows", or "any" as long as all gradients of a step have the same form.
+        shape: shape of the variable; None for a size, or for the shape, accepts any.
+        form: "dense", "rows", or "any" if only all gradients of a step must have the same form.
     """
 
     name: str
@@ -43,24 +43,26 @@ class GradientSpec:
             )
 
     def fits(self, shape: Sequence[int | None]) -> bool:
-        """Whether the variable may have this shape."""
+        """Return whether the variable may have this shape."""
         return sparse.fits(shape, self.shape)
 
 
 def format_of(gradient: Array | Rows) -> tuple[str, tuple[int | None, ...]]:
-    """Return what the gradients of a step must have in common: "dense" or "rows", and a shape."""
+    """Return the properties that all gradients of a step share: "dense" or "rows", and a shape."""
     if isinstance(gradient, Rows):
+        # The number of rows may differ among gradients.
         return "rows", (None, *gradient.values.shape[1:])
     return "dense", gradient.shape
 
 
 def checked(part: GradientSpec, gradient: Gradient, operation: str) -> Gradient:
-    """Return a gradient as a sum can take it: rows by increasing index, each index once.
+    """Return a gradient in the form for sums: unique rows in increasing index order.
 
     Raises:
-        InvalidArgumentError: its form, dtype, shape or indices do not fit.
+        InvalidArgumentError: its form, dtype, shape or indices are invalid.
     """
     if gradient is None:
+        # Counts as a gradient of zeros.
         return None
     form, _ = format_of(gradient)
     if part.form not in (form, "any"):
@@ -81,50 +83,54 @@ class GradientSum:
     """A sum of gradients of one form.
 
     Args:
-        first: the first of them, from `checked`; 16-bit floats are added up in float32.
-        weight: how much it counts, such as the number of its examples; more than 0.
+        first: the first gradient, from `checked`; 16-bit floats are accumulated in float32.
+        weight: weight of the gradient, such as its number of examples; more than 0.
     """
 
     def __init__(self, first: Array | Rows, weight: float = 1) -> None:
         values = first.values if isinstance(first, Rows) else first
         self._dtype = values.dtype.name
         self._total: Any = gradient_sums.add(None, first, weight)
-        self._counts: Rows | None = None  # the weight of the gradients that have had each row
+        self._counts: Rows | None = None  # total weight of the gradients that contain each row
         if isinstance(first, Rows):
+            # In the dtype of the sum, so that the division below keeps it.
             counts = np.full(len(values), weight, self._total.values.dtype)
             self._counts = Rows(first.indices, counts)
 
     @property
     def form(self) -> tuple[str, tuple[int | None, ...]]:
-        """What all of them have in common, see `format_of`."""
+        """The shared properties of the gradients, see `format_of`."""
         return format_of(self._total)
 
     def add(self, gradient: Array | Rows, weight: float = 1) -> None:
-        """Add one more."""
+        """Add a gradient."""
         if isinstance(gradient, Rows):
+            # Through a sum of its own, which has the weight of each of its rows.
             self.absorb(GradientSum(gradient, weight))
         else:
             self._total = gradient_sums.add(self._total, gradient, weight)
 
     def absorb(self, other: GradientSum) -> None:
-        """Add what another sum holds."""
+        """Add another sum."""
         if self._counts is None or other._counts is None:
             self._total = gradient_sums.add(self._total, other._total)
             return
-        # At once, so that what waits for a take is no longer than the variable.
+        # Merge at once, so that a sum that waits for a take is no longer than the variable.
         with np.errstate(over="ignore", invalid="ignore"):
             self._total = gradient_sums.merge_rows([self._total, other._total])
+        # Merged by the same rule as the rows, so that both keep the same indices.
         self._counts = gradient_sums.merge_rows([self._counts, other._counts])
 
     def result(self, *, mean: bool, number: float) -> Array | Rows:
-        """Return the sum, or the mean of so many, of each row over the gradients that had it.
+        """Return the sum or mean; the mean of a row is over the gradients that contain it.
 
         Args:
-            mean: whether it is the mean.
-            number: of gradients, or their weight, of which those that were not added count as zero.
+            mean: whether to return the mean.
+            number: number or total weight of all gradients, also of None ones, which count as zero.
         """
         total = self._total
         if mean and self._counts is not None:
+            # Extended by axes of size 1, to divide whole rows.
             counts = self._counts.values.reshape(-1, *[1] * (total.values.ndim - 1))
             total = Rows(total.indices, total.values / counts)
         elif mean:

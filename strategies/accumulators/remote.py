@@ -1,6 +1,6 @@
 """Accumulators on another task, by RPC.
 
-`KIND` serves them, and `RemoteAccumulation` is the other end. All parts of an accumulator travel in
+`KIND` serves them, and `RemoteAccumulation` is the client. All parts of an accumulator are sent in
 one message.
 """
 
@@ -17,7 +17,7 @@ from strategies.core.sparse import Rows
 from strategies.errors import DataLossError
 from strategies.rpc.client import Reply
 from strategies.rpc.operation import PendingOperation, RemoteAttempts, serve
-from strategies.rpc.registry import ResourceType, register_type
+from strategies.rpc.registry import ResourceType, describe_difference, register_type
 from strategies.rpc.server_requests import ServerRequest
 from strategies.rpc.service import Service
 
@@ -35,16 +35,18 @@ def open_accumulation(
     task: int | str | None = None,
     container: str | None = None,
 ) -> AnyAccumulation:
-    """Find or make an accumulator on a task; see `Service.open`."""
+    """Find or create an accumulator on a task; see `Service.open`."""
     description: dict[str, Any] = {
+        # `and` keeps a shape of None, and () for a scalar.
         "parts": [[p.name, p.dtype, p.shape and list(p.shape), p.form] for p in parts],
         "mean": mean,
         "step": step,
         "most": most,
     }
-    if len(parts) == 1:  # for a device function that goes by size
+    if len(parts) == 1:  # for device functions that place by size
         description |= {"shape": parts[0].shape, "dtype": parts[0].dtype}
     address, thing = service.open(KIND, description, name=name, task=task, container=container)
+    # On its own task the state machine is used directly, without messages.
     return RemoteAccumulation(service, address) if thing is None else thing
 
 
@@ -64,7 +66,7 @@ class RemoteAccumulation(RemoteAttempts):
         return "take", {"count": attempt.count}, []
 
     def answered(self, attempt: PendingOperation, answer: Reply) -> None:
-        """Note what came of an attempt."""
+        """Store the result of an operation."""
         if isinstance(attempt, Apply):
             attempt.accepted = answer.metadata["accepted"]
         elif isinstance(attempt, Take):
@@ -75,17 +77,17 @@ class RemoteAccumulation(RemoteAttempts):
         self.service.request(self.address, "set_step", {"step": step})
 
     def state(self) -> tuple[int, int, dict[int, list[int]]]:
-        """Return step, number of gradients in, and what became of each worker's."""
+        """Return step, number of gradients, and used and dropped gradients per worker."""
         answer = self.service.request(self.address, "state").metadata
         return answer["step"], answer["count"], {w: list(n) for w, n in answer["tally"]}
 
 
 AnyAccumulation: TypeAlias = Accumulation | RemoteAccumulation
-"""What an accumulator does, on its task or on another."""
+"""The state machine of an accumulator, on its task or on another."""
 
 
 def _pack(gradients: Sequence[Gradient]) -> list[Any]:
-    """Return gradients as values of a message: rows are a tuple."""
+    """Return gradients as values of a message; `Rows` become a tuple."""
     return [(g.indices, g.values) if isinstance(g, Rows) else g for g in gradients]
 
 
@@ -93,11 +95,12 @@ def _unpack(values: Sequence[Any]) -> list[Gradient]:
     """Undo `_pack`.
 
     Raises:
-        DataLossError: these are not gradients.
+        DataLossError: the values are not gradients.
     """
     gradients: list[Gradient] = []
     for value in values:
         parts = value if isinstance(value, tuple) else (value,)
+        # A tuple is a pair of indices and rows, anything else one array or None.
         whole = len(parts) == 1 + isinstance(value, tuple)
         if not whole or not all(
             isinstance(part, np.ndarray) for part in parts if value is not None
@@ -107,7 +110,7 @@ def _unpack(values: Sequence[Any]) -> list[Gradient]:
     return gradients
 
 
-# Operations, at the task where the accumulator is.
+# Operations on the accumulator's task.
 
 
 def _apply(accumulation: Accumulation, work: ServerRequest) -> None:
@@ -118,10 +121,12 @@ def _apply(accumulation: Accumulation, work: ServerRequest) -> None:
 
 def _take(accumulation: Accumulation, work: ServerRequest) -> None:
     take = Take(work.arguments["count"])
+    # Confirmed, so that `abandon` restores the sum if the other task dies before it arrives.
     serve(accumulation, take, work, lambda done: work.reply(_pack(done.results), confirm=True))
 
 
 def _set_step(accumulation: Accumulation, work: ServerRequest) -> None:
+    # Never waits, so it is answered here and needs no operation.
     accumulation.set_step(work.arguments["step"])
     work.reply()
 
@@ -150,13 +155,12 @@ def _difference(accumulation: Accumulation, description: Mapping[str, Any]) -> s
     for has, asked in zip(accumulation.parts, wanted.parts, strict=True):
         if has != asked:
             return f"the accumulator is of other variables, expected {has}, got {asked}"
-    if accumulation.mean != wanted.mean:
-        kinds = ["SUM", "MEAN"]
-        return (
-            f"the accumulator has another reduction_type, expected {kinds[accumulation.mean]}, got "
-            f"{kinds[wanted.mean]}"
-        )
-    return None
+    # Not the first step: the accumulator has moved on when a later worker opens it.
+    own, other = (
+        {"reduction_type": "MEAN" if of.mean else "SUM", "limit of gradients per step": of.most}
+        for of in (accumulation, wanted)
+    )
+    return describe_difference("accumulator", own, other)
 
 
 KIND = register_type(

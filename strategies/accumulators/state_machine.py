@@ -6,9 +6,9 @@
     apply (local_step 6)  -- x  stale: dropped       step 7
     apply (local_step 7)  ----> [ sum of 2 ] ------> take(2) | take(1) | ...   first in line first
 
-A *take* is an attempt that waits without a thread until enough gradients of the current step are
-in. It empties the sum and begins the next step. An accumulator has one or more *parts*, the
-gradients of one variable each, that come and go together.
+A *take* waits without a thread until enough gradients of the current step have arrived. It empties
+the sum and begins the next step. An accumulator has one or more *parts*: the gradients of one
+variable each, which are added and taken together.
 """
 
 from __future__ import annotations
@@ -46,12 +46,12 @@ class Apply(PendingOperation):
 
     Args:
         gradients: arrays or `Rows`; None adds nothing to a part, but counts.
-        local_step: of the values that they were computed from.
-        worker: whose they are, for the report; None for nobody's.
-        examples: how many rows they are the mean of; None for all gradients to count alike.
+        local_step: step of the values that they were computed from.
+        worker: number of their worker, for the statistics; None for no worker.
+        examples: number of rows that they are the mean of; None weights all gradients equally.
 
     Attributes:
-        accepted: whether they were added; False if they came too late.
+        accepted: whether they were added; False if they were stale or too many.
     """
 
     accepted = False
@@ -70,10 +70,10 @@ class Apply(PendingOperation):
 
 
 class Take(PendingOperation):
-    """Wait for so many gradients, and take them.
+    """Wait for `count` gradients and take all accumulated ones.
 
     Attributes:
-        results: for each part the mean or sum; None if all gradients of it were None.
+        results: the mean or sum of each part; None if all its gradients were None.
     """
 
     count: int
@@ -81,7 +81,7 @@ class Take(PendingOperation):
 
     def __init__(self, count: int) -> None:
         self.count = count
-        self.sums: list[GradientSum | None] = []  # what was taken, so that it can go back
+        self.sums: list[GradientSum | None] = []  # kept, so that `abandon` can restore them
         self.taken = 0
         self.weight: float | None = None
         self.step = -1
@@ -91,12 +91,11 @@ class Accumulation(OperationOwner):
     """The state machine of an accumulator on this task; usable from any thread.
 
     Args:
-        parts: what the gradients are.
-        mean: whether a take gets their mean, else their sum.
-        name: for errors.
-        step: the first one.
-        most: how many gradients a step may have, those that come later are dropped; None for any
-            number.
+        parts: description of the gradients.
+        mean: whether a take returns the mean instead of the sum.
+        name: name for errors.
+        step: the first step.
+        most: maximum number of gradients per step; later ones are dropped. None for no limit.
     """
 
     def __init__(
@@ -116,22 +115,25 @@ class Accumulation(OperationOwner):
         self._lock = threading.Lock()
         self._sums: list[GradientSum | None] = [None] * len(self.parts)
         self._count = 0
-        self._weight: float | None = None  # of those that are in; None if they count alike
+        self._weight: float | None = None  # of the accumulated gradients; None if unweighted
         self._takes: deque[Take] = deque()
+        # Worker -> used and dropped gradients, since the start.
         self._tally: dict[int, list[int]] = {}
 
     def submit(self, attempt: PendingOperation) -> None:
-        """Add gradients, or let a take wait in the line."""
+        """Add gradients, or append a take to the line."""
         if isinstance(attempt, Apply):
             error = None
             try:
                 self._apply(attempt)
             except InvalidArgumentError as caught:
-                error = caught
+                error = caught  # of this apply alone: the sum is unchanged
             attempt.complete(error)
+            # Before `notify`, so that the worker that completes a step finds the next one begun.
             self._advance()
             attempt.notify()
         elif isinstance(attempt, Take):
+            # Zero would empty the accumulator without a gradient, and start a step.
             if attempt.count <= 0:
                 why = f"take_grad: count must be > 0, got {attempt.count} ({self._name})"
                 attempt.complete(InvalidArgumentError(why))
@@ -142,14 +144,15 @@ class Accumulation(OperationOwner):
             self._advance()
 
     def withdraw(self, attempt: PendingOperation, error: OpError) -> None:
-        """End a take that waits."""
+        """End a waiting take with `error`."""
         with self._lock:
+            # An apply never waits, so only takes can be withdrawn.
             if attempt.done or attempt not in self._takes:
                 return
             self._takes.remove(attempt)  # type: ignore[arg-type]
             if isinstance(error, DeadlineExceededError):
                 error = DeadlineExceededError(
-                    f"{error.message}; {self._count} of {attempt.count} gradients have come "
+                    f"{error.message}; {self._count} of {attempt.count} gradients have arrived "
                     f"({self._name})"
                 )
             attempt.complete(error)
@@ -157,26 +160,29 @@ class Accumulation(OperationOwner):
         self._advance()
 
     def abandon(self, attempt: PendingOperation) -> None:
-        """End a take; its gradients go back, and its step if no other has begun."""
+        """End a take; restore its gradients, and its step if the next is still current."""
         self.withdraw(attempt, CancelledError(f"{self._name}: the caller was interrupted"))
         if not isinstance(attempt, Take):
             return
         with self._lock:
+            # Set to 0, so that a second call restores nothing.
             taken, attempt.taken = attempt.taken, 0
             if taken:
                 for index, (old, new) in enumerate(zip(attempt.sums, self._sums, strict=True)):
                     if old is not None and new is not None:
+                        # Gradients may have arrived for the next step; they join the restored ones.
                         old.absorb(new)
                     self._sums[index] = new if old is None else old
                 self._count += taken
                 if attempt.weight is not None:
                     self._weight = attempt.weight + (self._weight or 0)
+                # Not if `set_step` or another take has moved the step meanwhile.
                 if self._step == attempt.step + 1:
                     self._step = attempt.step
         self._advance()
 
     def cancel_pending(self) -> None:
-        """Fail all takes that wait, with `CancelledError`."""
+        """Fail all waiting takes with `CancelledError`."""
         with self._lock:
             takes = list(self._takes)
             self._takes.clear()
@@ -186,14 +192,14 @@ class Accumulation(OperationOwner):
             take.notify()
 
     def set_step(self, step: int) -> None:
-        """Set the current step; gradients of earlier ones are dropped from now on."""
+        """Set the current step; gradients of earlier steps are dropped from now on."""
         with self._lock:
             if step < self._step:
                 _log.warning("%s: the step goes back from %d to %d", self._name, self._step, step)
             self._step = step
 
     def state(self) -> tuple[int, int, dict[int, list[int]]]:
-        """Return the step, the number of gradients in, and per worker those used and dropped."""
+        """Return step, number of gradients, and used and dropped gradients per worker."""
         with self._lock:
             return self._step, self._count, {w: list(n) for w, n in self._tally.items()}
 
@@ -204,14 +210,17 @@ class Accumulation(OperationOwner):
                 f"({self._name})"
             )
         pairs = zip(self.parts, attempt.gradients, strict=True)
+        # Without the lock: checking sorts the indices of rows, which may take long.
         gradients = [checked(part, gradient, "apply_grad") for part, gradient in pairs]
         with self._lock:
+            # Stale or surplus gradients are dropped without an error: their worker was only late.
             room = self.most is None or self._count < self.most
             attempt.accepted = room and attempt.local_step >= self._step
             if attempt.accepted:
                 self._check_like_others(gradients, attempt.examples)
                 weight = 1 if attempt.examples is None else attempt.examples
                 for index, gradient in enumerate(gradients):
+                    # A mean over no examples may be NaN, so it must not enter the sum.
                     if gradient is None or weight == 0:
                         continue
                     if (total := self._sums[index]) is None:
@@ -222,14 +231,16 @@ class Accumulation(OperationOwner):
                     self._weight = weight + (self._weight or 0)
                 self._count += 1
             if attempt.worker is not None:
+                # Index 0 counts used gradients, index 1 dropped ones.
                 self._tally.setdefault(attempt.worker, [0, 0])[not attempt.accepted] += 1
 
     def _check_like_others(self, gradients: Sequence[Gradient], examples: float | None) -> None:
-        """Refuse gradients that differ from those that are in."""
+        """Raise if gradients differ from earlier ones of the step."""
+        # A step with both kinds would mix weights of 1 with numbers of rows.
         if self._count and (examples is None) != (self._weight is None):
             raise InvalidArgumentError(
-                f"apply_grad: only some gradients of a step say of how many examples they are, "
-                f"expected all or none, got examples={examples} ({self._name})"
+                f"apply_grad: only some gradients of a step have a number of examples, expected "
+                f"all or none, got examples={examples} ({self._name})"
             )
         for part, total, gradient in zip(self.parts, self._sums, gradients, strict=True):
             if total is None or gradient is None:
@@ -237,34 +248,38 @@ class Accumulation(OperationOwner):
             (expected, like), (form, shape) = total.form, format_of(gradient)
             if (form, shape) != (expected, like):
                 raise InvalidArgumentError(
-                    f"apply_grad: the gradient differs from those that are in, expected "
+                    f"apply_grad: the gradient differs from earlier ones of the step, expected "
                     f"{expected} of shape {like}, got {form} of shape {shape} ({part.name})"
                 )
 
     def _advance(self) -> None:
-        """Let takes have what there is, in their order."""
+        """Serve waiting takes in order as long as there are enough gradients."""
         while True:
             with self._lock:
                 if not self._takes or self._takes[0].count > self._count:
                     return
                 take = self._takes.popleft()
+                # The sums stay with the take, in case its caller is gone and they must be restored.
                 take.sums, self._sums = self._sums, [None] * len(self.parts)
                 take.taken, self._count = self._count, 0
                 take.weight, self._weight = self._weight, None
+                # The step advances with the take: gradients of the old values that arrive from now
+                # on are stale.
                 take.step = self._step
                 self._step += 1
                 error = None
                 try:
                     take.results = self._results(take)
-                except Exception as caught:  # as when there is no memory for them
+                except Exception as caught:  # for example too little memory
                     error = InternalError(f"take_grad: {type(caught).__name__}: {caught}")
                 take.complete(error)
             take.notify()
 
     def _results(self, take: Take) -> list[Gradient]:
-        """Return the means or sums of what was taken."""
+        """Return the means or sums of the taken gradients."""
+        # Gradients of None count in the number: they are zeros.
         number = take.taken if take.weight is None else take.weight
-        with np.errstate(all="ignore"):  # whatever the program has told NumPy in this thread
+        with np.errstate(all="ignore"):  # the program may have set other handling in this thread
             return [
                 None if total is None else total.result(mean=self.mean, number=number)
                 for total in take.sums

@@ -1,11 +1,11 @@
 """`Cluster`: the task and the devices of every rank.
 
-| job | what its tasks do | how many |
+| job | tasks | number |
 | --- | --- | --- |
-| chief | trains, and does what is done once; worker 0 does that where there is none | 0 or 1 |
-| worker | trains | any number |
-| ps | holds variables for the others | any number |
-| evaluator | looks at what has been trained, apart from all others | 0 or 1 |
+| chief | train, and do one-time work; without a chief, worker 0 does that | 0 or 1 |
+| worker | train | any |
+| ps | hold variables for other tasks | any |
+| evaluator | evaluates checkpoints, independently of other tasks | 0 or 1 |
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ from collections.abc import Mapping
 from typing import Any, NamedTuple
 
 import collectives as cc
+from collectives import extend
 from strategies.cluster import gpus, resolvers
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.placement import Placer, devices_of
@@ -30,7 +31,7 @@ _JOBS = ("chief", "evaluator", "ps", "worker")
 
 
 class _TaskInfo(NamedTuple):
-    """What a rank tells the others about itself."""
+    """A rank's own task, as it reports it to the other ranks."""
 
     job: str | None
     task: int | None
@@ -40,35 +41,35 @@ class _TaskInfo(NamedTuple):
 
 
 class Cluster:
-    """The tasks of a cluster, each of which is a rank; open it with `with` on all ranks.
+    """The tasks of a cluster, one per rank; open it with `with` on all ranks.
 
-    *Collective*: making it and closing it. Ranks take the tasks in the order of the jobs' names and
-    of the indices, unless their resolver says which task each of them is.
+    *Collective*: construction and closing. Ranks take the tasks in the order of job names and
+    indices, unless their resolver assigns the tasks.
 
     Args:
-        spec: the jobs, from a resolver, a `ClusterSpec` or a dict; None for what the environment
-            says: `UNISONO_CLUSTER`, else `TF_CONFIG`, else all ranks are workers.
-        comm: as many ranks as there are tasks; the whole job if None.
-        cpus: how many CPU devices this task has; any number, they are names for threads.
-        gpus: how many GPU devices it has; None for those that this process sees.
-        others: type, such as "TPU" -> how many devices of it; None for those that a
-            `TPUClusterResolver` finds.
-        soft_placement: things go to another device of the same task where theirs does not exist.
-        log_device_placement: the log says, at level INFO, where each thing goes.
+        spec: the jobs, from a resolver, a `ClusterSpec` or a dict; None for the environment:
+            `UNISONO_CLUSTER`, else `TF_CONFIG`, else all ranks are workers.
+        comm: one rank per task; the whole job if None.
+        cpus: number of CPU devices of this task; any number, because they are names for threads.
+        gpus: number of its GPU devices; None for the visible ones.
+        others: type, such as "TPU" -> number of its devices; None for those of a
+            `TPUClusterResolver`.
+        soft_placement: place things on another device of the same task if theirs does not exist.
+        log_device_placement: log the device of each thing at level INFO.
 
     Raises:
-        ValueError: an unknown job, more than one chief or evaluator, or another number of ranks
-            than tasks; on all ranks.
-        TypeError: not a cluster's specification; on all ranks.
+        ValueError: an unknown job, more than one chief or evaluator, or a number of ranks other
+            than that of tasks; on all ranks.
+        TypeError: `spec` is not a cluster specification; on all ranks.
         MismatchError: the ranks have different specifications; on all ranks.
 
     Attributes:
         comm: all ranks.
         spec: the jobs.
-        job: of this rank's task.
-        task_index: of this rank's task in its job.
+        job: job of this rank's task.
+        task_index: index of this rank's task in its job.
         workers: communicator of the chief and the workers, in this order; None on other ranks.
-        placer: the rules of placement, and all devices.
+        placer: rules of placement, and all devices.
 
     Example:
         >>> with Cluster({"worker": ["rank:0"]}) as cluster:
@@ -87,25 +88,30 @@ class Cluster:
         soft_placement: bool = False,
         log_device_placement: bool = False,
     ) -> None:
-        self.comm = cc.init() if comm is None else comm
+        self.comm = extend.comm_or_world(comm, "Cluster")
         ranks = ProcessGroup(self.comm)
+        # Reads the environment, which may be invalid on one rank alone.
         found, card = ranks.run_then_agree(
             "Cluster", lambda: _own_task(spec, self.comm, cpus, gpus, others)
         )
+        # Compared as text with the addresses, so that an error shows the first task that differs.
         tasks = [f"{job}:{i} at {found.task_address(job, i)}" for job, i in found.tasks()]
         facts = [*tasks, f"soft_placement={soft_placement}"]
         agreement.compare(self.comm, "Cluster", lambda: (None, facts))
         self.spec = found
         cards = self.comm.allgather_object(card)
+        # Every rank has the same cards, so every rank computes the same tasks.
         self._tasks = _tasks(found, cards)
         self._ranks = {task: rank for rank, task in enumerate(self._tasks)}
         self.job, self.task_index = self._tasks[self.comm.rank]
+        # Devices may differ per rank: each rank has reported its own, and all ranks place alike.
         own = {task: cards[self._ranks[task]] for task in found.tasks()}
         self.placer = Placer(
             {task: devices_of(card.cpus, card.gpus, card.others) for task, card in own.items()},
             soft_placement=soft_placement,
             log_device_placement=log_device_placement,
         )
+        # Last, because all ranks take part: an error above has been raised on all of them.
         self.workers = self.comm.group(self.training_ranks)
 
     @property
@@ -115,15 +121,16 @@ class Cluster:
 
     @property
     def is_chief(self) -> bool:
-        """Whether this rank does what is done once: the chief, or worker 0 where there is none."""
+        """Whether this rank does one-time work: it is the chief, or worker 0 without a chief."""
         return self.workers is not None and self.workers.rank == 0
 
     def rank_of(self, job: str, task: int) -> int:
         """Return the rank of a task.
 
         Raises:
-            ValueError: there is no such job or task.
+            ValueError: the job or task does not exist.
         """
+        # Only for its error, which lists the tasks that exist.
         self.spec.task_address(job, task)
         return self._ranks[job, task]
 
@@ -131,7 +138,7 @@ class Cluster:
         """Return job and index of a rank's task.
 
         Raises:
-            ValueError: there is no such rank.
+            ValueError: the rank does not exist.
         """
         if not 0 <= rank < len(self._tasks):
             raise ValueError(
@@ -145,7 +152,7 @@ class Cluster:
         return f"/job:{job}/task:{index}"
 
     def ranks_of(self, job: str) -> list[int]:
-        """Return the ranks of a job's tasks by index; none if there is no such job."""
+        """Return the ranks of a job's tasks by index; empty if the job does not exist."""
         return [rank for task, rank in sorted(self._ranks.items()) if task[0] == job]
 
     def devices(self) -> list[str]:
@@ -153,19 +160,19 @@ class Cluster:
         return [device.to_string() for device in self.placer.devices()]
 
     def place(self, thing: PlacementRequest) -> DeviceSpec:
-        """Return the device of a thing, by what it and the `device` blocks around say.
+        """Return the device of a thing, from its own device and the enclosing `device` blocks.
 
         Raises:
-            InvalidArgumentError: there is no such device, or the thing cannot be there.
+            InvalidArgumentError: the device does not exist, or cannot hold the thing.
         """
         return self.placer.place(thing)
 
     def locate(self, thing: PlacementRequest) -> int:
-        """Return the rank of the task where a thing is to be; as `place`."""
+        """Return the rank of a thing's task; arguments and errors as `place`."""
         return self.find(thing)[0]
 
     def find(self, thing: PlacementRequest) -> tuple[int, DeviceSpec]:
-        """Return the rank of the task where a thing is to be, and its device; as `place`."""
+        """Return the rank of a thing's task, and its device; arguments and errors as `place`."""
         device = self.place(thing)
         assert device.job is not None
         assert device.task is not None
@@ -181,6 +188,7 @@ class Cluster:
 
     def __exit__(self, kind: object, error: BaseException | None, trace: object) -> None:
         if error is None:
+            # After an error other ranks may not arrive, and closing would wait for them.
             self.close()
 
     def __repr__(self) -> str:
@@ -197,7 +205,7 @@ def _own_task(
     gpu_count: int | None,
     others: Mapping[str, int] | None,
 ) -> tuple[ClusterSpec, _TaskInfo]:
-    """Return the specification, and what this rank knows of its own task."""
+    """Return the specification, and this rank's own task."""
     resolver = resolvers.from_environment(comm) if spec is None else spec
     known = resolver if isinstance(resolver, ClusterResolver) else None
     found = ClusterSpec(known.cluster_spec() if known else resolver)  # type: ignore[arg-type]
@@ -210,16 +218,19 @@ def _own_task(
         )
     job, index = (known.task_type, known.task_id) if known else (None, None)
     if job is not None and index is not None:
+        # A resolver may name a task outside of its own specification.
         found.task_address(job, index)
     elif job is not None or index is not None:
         raise ValueError(
-            f"cluster: which task this is has not been said, expected a job and an index, got "
+            f"cluster: the task of this process is unknown, expected a job and an index, got "
             f"job {job!r} and index {index!r}"
         )
+    # Counted without starting CUDA, which a task that only serves never needs.
     count = len(gpus.visible()) if gpu_count is None else gpu_count
     integer("Cluster", "cpus", cpus)
     integer("Cluster", "gpus", count, least=0)
     if others is None:
+        # Only this resolver: counting accelerators starts JAX, which other programs may not use.
         others = known.num_accelerators() if isinstance(known, TPUClusterResolver) else {}
         others = {kind: n for kind, n in others.items() if kind not in ("CPU", "GPU")}
     for kind, number in others.items():
@@ -228,7 +239,7 @@ def _own_task(
 
 
 def _check_roles(spec: ClusterSpec) -> None:
-    """Refuse unknown jobs, and more than one task where there may be one."""
+    """Reject unknown jobs, and more than one chief or evaluator."""
     for job in spec.jobs:
         if job not in _JOBS:
             raise ValueError(
@@ -242,11 +253,12 @@ def _tasks(spec: ClusterSpec, cards: list[_TaskInfo]) -> list[tuple[str, int]]:
     """Return each rank's task.
 
     Raises:
-        ValueError: two ranks are the same task, or only some ranks say which task they are.
+        ValueError: two ranks are the same task, or only some ranks name theirs.
     """
     said = [(card.job, card.task) for card in cards if card.job is not None]
     if not said:
         return spec.tasks()
+    # Also catches a rank without a task of its own beside ranks that have one.
     if sorted(said) != sorted(spec.tasks()):
         raise ValueError(
             f"Cluster: expected a rank for each task of {spec.tasks()}, got, by rank, "

@@ -28,10 +28,10 @@ Choice = Callable[[PlacementRequest], int]
 
 
 class RoundRobin:
-    """Give things to tasks in turn.
+    """Assign things to tasks in turn.
 
     Args:
-        num_tasks: how many there are.
+        num_tasks: number of tasks.
     """
 
     def __init__(self, num_tasks: int) -> None:
@@ -42,20 +42,21 @@ class RoundRobin:
     def __call__(self, thing: PlacementRequest) -> int:
         """Return the index of the task for a thing."""
         with self._lock:
+            # Variables may be created in several threads.
             task = self._next
             self._next = (task + 1) % self._num_tasks
         return task
 
 
 class GreedyLoadBalancing:
-    """Give each thing to the task with the smallest load, of equals to the first.
+    """Assign each thing to the task with the smallest load, the first one in a tie.
 
     Args:
-        num_tasks: how many there are.
-        load: `PlacementRequest` -> what it adds to the load; its bytes by default.
+        num_tasks: number of tasks.
+        load: `PlacementRequest` -> its load; its bytes by default.
 
     Raises:
-        ValueError: `num_tasks` is not positive; in a call, the shape of a thing is not known.
+        ValueError: `num_tasks` is not positive; in a call, the shape of a thing is unknown.
     """
 
     def __init__(
@@ -69,6 +70,7 @@ class GreedyLoadBalancing:
     def __call__(self, thing: PlacementRequest) -> int:
         """Return the index of the task for a thing."""
         load = self._load(thing)
+        # Without the lock, because the function is the caller's.
         with self._lock:
             task = self._loads.index(min(self._loads))
             self._loads[task] += load
@@ -76,11 +78,11 @@ class GreedyLoadBalancing:
 
 
 class RandomChoice:
-    """Give things to tasks by the hash of their names: alike on all ranks and in every run.
+    """Assign things to tasks by a hash of their names, equal on all ranks and in every run.
 
     Args:
-        num_tasks: how many there are.
-        seed: another one, another choice.
+        num_tasks: number of tasks.
+        seed: selects another assignment.
     """
 
     def __init__(self, num_tasks: int, seed: int = 0) -> None:
@@ -89,6 +91,8 @@ class RandomChoice:
 
     def __call__(self, thing: PlacementRequest) -> int:
         """Return the index of the task for a thing."""
+        # Python's `hash` of text differs per process. Not for security, so that it also works in
+        # FIPS mode.
         digest = hashlib.md5(f"{thing.name}{self._seed}".encode(), usedforsecurity=False)
         return int(digest.hexdigest(), 16) % self._num_tasks
 
@@ -103,23 +107,23 @@ def replica_device_setter(
     ps_types: Collection[str] = PS_TYPES,
     choice: Choice | None = None,
 ) -> DeviceFunction | None:
-    """Make a device function that spreads variables over the ps tasks.
+    """Return a device function that distributes variables over the ps tasks.
 
-    Use it in `with device(...)`. All ranks open their variables in the same order, so that they
-    find each other's.
+    Use it in `with device(...)`. All ranks must create their variables in the same order, so that
+    they share them.
 
     Args:
-        ps_tasks: how many tasks the ps job has.
-        ps_device: where things of `ps_types` belong; a task is chosen if it names a job.
-        worker_device: where all others belong.
-        merge_devices: what inner blocks say is kept, and the rest filled in; False: a thing with
-            any device is left as it is.
-        cluster: counts the ps tasks instead.
-        ps_types: which things belong to ps tasks.
+        ps_tasks: number of tasks of the ps job.
+        ps_device: device of things of `ps_types`; a task is chosen if it names a job.
+        worker_device: device of all other things.
+        merge_devices: True completes the devices of inner blocks; False leaves a thing with any
+            device unchanged.
+        cluster: specification from which the ps tasks are counted instead.
+        ps_types: types that belong to ps tasks.
         choice: returns a task's index for a thing; `RoundRobin` if None.
 
     Returns:
-        The function; None, which constrains nothing, if there are no ps tasks.
+        the function; None, which constrains nothing, without ps tasks.
 
     Raises:
         TypeError: `choice` is not a function.
@@ -134,6 +138,7 @@ def replica_device_setter(
     if cluster is not None:
         ps_tasks = ClusterSpec(cluster).num_tasks(ps.job or "ps")
     if ps_tasks == 0:
+        # As in TensorFlow, `device(None)` then ignores outer blocks.
         return None
     choose = RoundRobin(ps_tasks) if choice is None else choice
     if not callable(choose):
@@ -142,12 +147,15 @@ def replica_device_setter(
     def place(thing: PlacementRequest) -> str:
         if thing.device and not merge_devices:
             return thing.device
+        # Settings of inner blocks, which take precedence below.
         own = DeviceSpec.from_string(thing.device)
         if thing.type not in ps_types:
             return worker.make_merged_spec(own).to_string()
         chosen = ps
+        # A thing that names another job takes no turn, so the places of later things stay the same.
         if ps.job is not None and own.job in (None, ps.job):
             chosen = ps.replace(task=choose(thing))
+        # The device of inner blocks takes precedence, also over the chosen task.
         return chosen.make_merged_spec(own).to_string()
 
     return place

@@ -10,24 +10,24 @@ from strategies.core.validation import integer
 
 __all__ = ["DeviceSpec"]
 
-_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)  # of a job, or of a type of devices
-_NUMBER = re.compile(r"[0-9]{1,18}")  # fits int64; a long text is not turned into a number
-_KNOWN = ("CPU", "GPU", "TPU")  # also in small letters, and without "device:" before them
+_NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)  # of a job, or of a device type
+_NUMBER = re.compile(r"[0-9]{1,18}")  # fits int64
+_KNOWN = ("CPU", "GPU", "TPU")  # accepted in lower case, and without "device:"
 
 
 @dataclass(frozen=True)
 class DeviceSpec:
-    """A device, or what is known of one; what is None may be any.
+    """A full or partial device; None matches any value.
 
     Args:
         job: name of a job.
-        replica: always 0 in our clusters; other programs' names may have it.
+        replica: always 0 here; accepted because names of other programs may have it.
         task: index of a task of the job.
-        device_type: "CPU", "GPU", "TPU" or another word; the three in any case.
+        device_type: "CPU", "GPU", "TPU" in any case, or another word.
         device_index: number of the device among those of its type.
 
     Raises:
-        ValueError: a name or number that cannot be right.
+        ValueError: a name or number is invalid.
 
     Example:
         >>> DeviceSpec.from_string("gpu:1/job:ps/task:0")
@@ -51,20 +51,21 @@ class DeviceSpec:
             if not isinstance(kind, str) or not _NAME.fullmatch(kind):
                 raise ValueError(f"DeviceSpec: not a type of devices, got {kind!r}")
             known = kind.upper() in _KNOWN
+            # The dataclass is frozen, so that specs can be keys and be shared.
             object.__setattr__(self, "device_type", kind.upper() if known else kind)
 
     @classmethod
     def from_string(cls, text: str) -> DeviceSpec:
-        """Read a name.
+        """Parse a device name.
 
         Args:
             text: parts such as job:ps, replica:0, task:1, device:GPU:0, cpu:0 and gpu in any order,
-                with / between them; "" for any device. Of several jobs, replicas or tasks the last
-                one counts, as in TensorFlow.
+                separated by /; "" for any device. The last of several jobs, replicas or tasks
+                counts, as in TensorFlow.
 
         Raises:
-            ValueError: it is not such a name, or has two devices.
-            TypeError: it is not a text.
+            ValueError: the text is not a device name, or has two devices.
+            TypeError: `text` is not a string.
         """
         if not isinstance(text, str):
             raise TypeError(f"device: expected a text such as /job:ps/task:0/cpu:0, got {text!r}")
@@ -77,11 +78,12 @@ class DeviceSpec:
                 if has_device:
                     raise ValueError(f"device: more than one device, expected one, got {text!r}")
                 has_device = True
+            # A later part replaces an earlier one, except devices.
             found |= fields
         return cls(**found)
 
     def to_string(self) -> str:
-        """Return the name; what may be any is left out, or "*" if half of a part is known."""
+        """Return the name without fields that match any value; "*" for half of a device part."""
         parts = []
         for field in ("job", "replica", "task"):
             value = getattr(self, field)
@@ -89,17 +91,18 @@ class DeviceSpec:
                 parts.append(f"/{field}:{value}")
         if self.device_type is not None or self.device_index is not None:
             index = "*" if self.device_index is None else self.device_index
+            # TensorFlow's form of a device with one half unknown.
             parts.append(f"/device:{self.device_type or '*'}:{index}")
         return "".join(parts)
 
     def make_merged_spec(self, other: DeviceSpec) -> DeviceSpec:
-        """Return a device with what `other` says, and what this one says of the rest."""
+        """Return a device with the fields of `other`, and this one's where `other` has None."""
         fields = ("job", "replica", "task", "device_type", "device_index")
         given = {f: getattr(other, f) for f in fields if getattr(other, f) is not None}
         return replace(self, **given)
 
     def replace(self, **fields: Any) -> DeviceSpec:
-        """Return a device with other values of some fields; None makes them any."""
+        """Return a device with some fields replaced; None matches any value."""
         return replace(self, **fields)
 
     def __str__(self) -> str:
@@ -110,7 +113,7 @@ class DeviceSpec:
 
 
 def _parse_part(part: str, text: str) -> tuple[str, dict[str, Any]]:
-    """Return what one part of a name is about, and its fields."""
+    """Return the key of one part of a name, and its fields."""
     key, colon, value = part.partition(":")
     if key == "job":
         if not _NAME.fullmatch(value):
@@ -123,6 +126,7 @@ def _parse_part(part: str, text: str) -> tuple[str, dict[str, Any]]:
         if not kind or not colon:
             raise ValueError(f"device: expected device:TYPE:INDEX, got {part!r} (device: {text})")
         return key, {**_kind(kind), "device_index": _index(index, text)}
+    # The short form of names of TensorFlow 1, such as /gpu:0.
     if key.upper() in _KNOWN:
         return "device", {**_kind(key), "device_index": _index(value if colon else "*", text)}
     raise ValueError(

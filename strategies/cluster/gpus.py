@@ -1,7 +1,7 @@
 """Visible GPUs of a rank, and the limit of their memory.
 
-Ranks of one node share its GPUs. `use_gpus` gives each rank its own, for every library that is told
-by CUDA_VISIBLE_DEVICES; `limit_gpu_memory` bounds what CuPy takes, where ranks share one.
+Ranks of one node share its GPUs. `use_gpus` gives each rank its own, for every library that reads
+CUDA_VISIBLE_DEVICES. `limit_gpu_memory` bounds CuPy's memory if ranks share a GPU.
 """
 
 from __future__ import annotations
@@ -24,20 +24,21 @@ _DEVICES = Path("/dev")
 
 
 def visible(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the GPUs that this process sees, as CUDA_VISIBLE_DEVICES names them.
+    """Return the visible GPUs of this process, as CUDA_VISIBLE_DEVICES names them.
 
-    CUDA is not started for that. Without the variable they are as many as /dev/nvidia0, 1, ...
+    Does not start CUDA. Without the variable the GPUs are those of /dev/nvidia0, 1, ...
 
     Args:
-        environ: to read, `os.environ` if None.
+        environ: the environment; None for `os.environ`.
     """
     listed = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
     if listed is None:
+        # The device files of the driver, so that CUDA need not be started to count them.
         return [str(i) for i in range(len(list(_DEVICES.glob("nvidia[0-9]*"))))]
     found: list[str] = []
     for name in map(str.strip, listed.split(",")):
         if name in ("", "-1") or name in found:
-            break  # CUDA, too, stops at the first that it cannot use
+            break  # as CUDA, which stops at the first invalid one
         found.append(name)
     return found
 
@@ -45,8 +46,8 @@ def visible(environ: Mapping[str, str] | None = None) -> list[str]:
 def share_of(devices: list[str], local_rank: int, local_size: int) -> list[str]:
     """Return the devices of one rank of a node.
 
-    Each gets as many as all others. Where there are fewer devices than ranks, ranks share: rank `r`
-    takes device `r` modulo their number.
+    Every rank gets the same number. With fewer devices than ranks, ranks share: rank `r` uses
+    device `r` modulo the number of devices.
 
     Example:
         >>> [share_of(["0", "1", "2", "3"], rank, 2) for rank in range(2)]
@@ -61,20 +62,20 @@ def share_of(devices: list[str], local_rank: int, local_size: int) -> list[str]:
 
 
 def use_gpus(comm: cc.Communicator) -> list[str]:
-    """Show this rank its share of its node's GPUs and no others; *collective*.
+    """Restrict this rank to its share of its node's GPUs; *collective*.
 
-    Call it before anything starts CUDA, which looks at CUDA_VISIBLE_DEVICES only once. Leave it out
-    where the launcher gives each rank GPUs of its own.
+    Call it before anything starts CUDA, which reads CUDA_VISIBLE_DEVICES only once. It is not
+    needed if the launcher gives each rank its own GPUs.
 
     Args:
         comm: all ranks of the job.
 
     Returns:
-        The rank's devices, as CUDA_VISIBLE_DEVICES lists them now; none on a node without GPUs,
+        the rank's devices, as CUDA_VISIBLE_DEVICES now lists them; empty on a node without GPUs,
         where nothing changes.
 
     Raises:
-        RuntimeError: CUDA has been started already and still sees others; on all ranks.
+        RuntimeError: CUDA was started before and still sees other devices; on all ranks.
     """
     return ProcessGroup(comm).run_then_agree(
         "use_gpus", lambda: _use(comm.local_rank, comm.local_size)
@@ -88,9 +89,11 @@ def _use(local_rank: int, local_size: int) -> list[str]:
     mine = share_of(seen, local_rank, local_size)
     before = os.environ.get("CUDA_VISIBLE_DEVICES")
     os.environ["CUDA_VISIBLE_DEVICES"] = ",".join(mine)
+    # CUDA reads the variable once, so another number shows that it was started before.
     count = _device_count()
     if count is not None and count != len(mine):
         if before is None:
+            # Restored, so that child processes see the same devices as this process.
             del os.environ["CUDA_VISIBLE_DEVICES"]
         else:
             os.environ["CUDA_VISIBLE_DEVICES"] = before
@@ -107,26 +110,27 @@ def limit_gpu_memory(
     memory_limit: int | None = None,
     growth: bool = False,
 ) -> None:
-    """Bound the memory that CuPy takes on each GPU that this process sees.
+    """Limit the memory that CuPy uses on each visible GPU.
 
-    CuPy keeps in its pool what it has taken, and gives it to later arrays. Where this is called,
-    arrays that do not fit raise `ResourceExhaustedError`, with the sizes.
+    CuPy's pool keeps freed memory for later arrays. With a limit, arrays that do not fit raise
+    `ResourceExhaustedError`, with the sizes.
 
     Args:
-        memory_fraction: of each GPU's memory; two processes with 0.4 fit on one, three do not.
+        memory_fraction: share of each GPU's memory; two processes with 0.4 fit on one GPU.
         memory_limit: bytes.
-        growth: take memory when it is needed, up to the fraction if there is one. Otherwise what a
-            limit allows is taken at once, so that too little is known now and not in an hour.
+        growth: allocate on demand, up to the fraction if there is one. Otherwise the limit is
+            allocated at once, so that a lack of memory shows now and not in an hour.
 
     Raises:
-        ValueError: both limits, a number that cannot be right, or growth with a limit in bytes.
-        RuntimeError: CuPy has taken memory before, or is not installed, or finds no GPU.
-        ResourceExhaustedError: a GPU has not as much memory left.
+        ValueError: both limits, an invalid number, or growth with a limit in bytes.
+        RuntimeError: CuPy has allocated memory before, is not installed, or finds no GPU.
+        ResourceExhaustedError: a GPU has less free memory.
 
     Example::
 
         limit_gpu_memory(memory_fraction=0.4)
     """
+    # Checked first, so that wrong arguments raise on machines without CuPy as well.
     memory_fraction = _check(memory_fraction, memory_limit, growth)
     cupy = _cupy()
     pool = cupy.get_default_memory_pool()
@@ -138,6 +142,7 @@ def limit_gpu_memory(
                     f"limit_gpu_memory: CuPy has taken memory before, expected 0 bytes, got "
                     f"{pool.total_bytes()} (GPU {device}); call it before the first array is made"
                 )
+    # For all devices; the pool's limits below are per device.
     cupy.cuda.set_allocator(_Allocator(cupy, pool))
     for device in devices:
         with cupy.cuda.Device(device):
@@ -150,7 +155,7 @@ def limit_gpu_memory(
 
 
 def _check(memory_fraction: float | None, memory_limit: int | None, growth: bool) -> float | None:
-    """Return the fraction as a float; refuse what cannot be."""
+    """Check the arguments; return the fraction as a float."""
     if memory_fraction is not None:
         if memory_limit is not None:
             raise ValueError("limit_gpu_memory: expected memory_fraction or memory_limit, got both")
@@ -172,7 +177,7 @@ _UNIT = 512  # bytes; CuPy's pool rounds up to multiples of it
 
 
 class _Allocator:
-    """The pool, with errors that say what did not fit into what."""
+    """Allocator of the pool, whose errors give the sizes."""
 
     def __init__(self, cupy: Any, pool: Any) -> None:
         self._cupy = cupy
@@ -206,7 +211,7 @@ def _cupy() -> Any:
 
 
 def _device_count() -> int | None:
-    """Return how many devices CUDA sees; None if that cannot be asked."""
+    """Return the number of devices that CUDA sees; None if unknown without CuPy."""
     try:
         import cupy
     except ImportError:

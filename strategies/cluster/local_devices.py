@@ -1,14 +1,14 @@
 """Devices of one process, and their assignment to replicas.
 
-| name | NumPy's arrays | CuPy's | PyTorch's | JAX's |
+| name | NumPy arrays | CuPy arrays | PyTorch tensors | JAX arrays |
 | --- | --- | --- | --- | --- |
-| `/cpu:i` | stay | come to the host | on "cpu" | on CPU device i; there may be one for all i |
-| `/gpu:i` | become those of the GPU's library | on GPU i | on "cuda:i" | on GPU i |
-| `/tpu:i`, others of JAX | become JAX's | become JAX's | `ValueError` | on device i of this kind |
+| `/cpu:i` | stay | are copied to the host | on "cpu" | on CPU device i; all i may be one |
+| `/gpu:i` | become arrays of the GPU's library | on GPU i | on "cuda:i" | on GPU i |
+| `/tpu:i`, others of JAX | become JAX arrays | become JAX arrays | `ValueError` | on device i |
 
-There are as many CPU devices as one asks for. The GPU's library is the first of CuPy, PyTorch and
-JAX that finds one. To import this package starts nothing: a library is asked for its devices if one
-of them is named here, or if the program has imported it before.
+You choose the number of CPU devices. The GPU's library is the first of CuPy, PyTorch and JAX that
+finds a GPU. Importing this package starts nothing: a library is asked for its devices if you name
+one of them, or if the program has imported the library before.
 """
 
 from __future__ import annotations
@@ -36,10 +36,10 @@ CPU = ("/cpu:0",)
 
 
 def devices() -> tuple[str, ...]:
-    """Return the names of the devices that this process has, CPUs first.
+    """Return the names of this process's devices, CPUs first.
 
-    Asked are the libraries that the program has imported, and CuPy for GPUs. There are more CPU
-    devices than one for JAX only; strategies take any number of them for other libraries, too.
+    Devices are those of CuPy, and of libraries that the program has imported. Only JAX reports
+    several CPU devices; strategies accept any number of them for all libraries.
 
     Example:
         >>> devices()[0]
@@ -56,16 +56,16 @@ def devices() -> tuple[str, ...]:
 def parse_devices(
     devices: Sequence[str], operation: str, *, soft_placement: bool = False
 ) -> tuple[str, ...]:
-    """Return the names of devices, checked, in one form.
+    """Return device names, checked and normalized.
 
     Args:
         devices: names such as "/gpu:0", "cpu:1" or "/device:TPU:0".
-        operation: beginning of a message.
-        soft_placement: take a CPU device where there is none of the name; the log says so.
+        operation: name for errors.
+        soft_placement: use a CPU device for a missing one, and log it.
 
     Raises:
-        ValueError: no device, none of this name, or one twice.
-        TypeError: a text where there should be a list.
+        ValueError: the list is empty, a device does not exist, or occurs twice.
+        TypeError: `devices` is a string.
 
     Example:
         >>> parse_devices(["cpu:0", "/device:CPU:1"], "example")
@@ -75,6 +75,7 @@ def parse_devices(
         raise TypeError(f"{operation}: devices is not a list of names, got {devices!r}")
     specs = [_spec(device, operation) for device in devices]
     names = [_name(*spec) for spec in specs]
+    # CPU devices that no replica uses, for soft placement.
     free = (name for i in itertools.count() if (name := _name("CPU", i)) not in names)
     for number, (kind, index) in enumerate(specs):
         if (count := _count(kind, index)) > index:
@@ -93,27 +94,29 @@ def parse_devices(
 
 @contextmanager
 def selected(name: str) -> Iterator[None]:
-    """Let this thread compute on a device in this block, with every library that is imported.
+    """Make a device the current one of this thread in the block, for every imported library.
 
-    CuPy and CUDA under PyTorch have it as their current device, JAX as its default one.
+    That is CuPy's and PyTorch's current CUDA device, and JAX's default device.
     """
     kind, index = _spec(name, "selected")
     torch, cupy, jax = (sys.modules.get(library) for library in ("torch", "cupy", "jax"))
     with ExitStack() as stack:
         if kind == "GPU":
+            # A library may be installed without a driver; then there is nothing to select.
             if cupy is not None and cupy.cuda.is_available():
                 stack.enter_context(cupy.cuda.Device(index))
             if torch is not None and torch.cuda.is_available():
                 stack.enter_context(torch.cuda.device(index))
         if jax is not None and (found := _of_jax(kind)):
+            # Modulo, because replicas on several CPU names may share JAX's one CPU device.
             stack.enter_context(jax.default_device(found[index % len(found)]))
         yield
 
 
 def finish(names: Sequence[str]) -> None:
-    """Wait for what this thread has put on its streams of some devices.
+    """Synchronize this thread's streams of some devices.
 
-    Streams are current for a thread: another one would not wait for them. JAX needs no such thing.
+    Streams are per thread, so another thread would not wait for them. JAX needs no synchronization.
     """
     torch, cupy = sys.modules.get("torch"), sys.modules.get("cupy")
     for name in names:
@@ -122,19 +125,21 @@ def finish(names: Sequence[str]) -> None:
         with selected(name):
             if cupy is not None and cupy.cuda.is_available():
                 cupy.cuda.get_current_stream().synchronize()
+            # Not `is_available`: synchronizing would start CUDA in a program that has not used it.
             if torch is not None and torch.cuda.is_initialized():
                 torch.cuda.current_stream().synchronize()
 
 
 def put(array: Any, name: str) -> Any:
-    """Return an array on a device, itself if it is there; other objects as they are.
+    """Return an array on a device, itself if it is already there; other objects unchanged.
 
     Raises:
-        ValueError: its library has no such device.
+        ValueError: the array's library has no such device.
     """
     kind, index = _spec(name, "put")
     torch, jax, cupy = (sys.modules.get(library) for library in ("torch", "jax", "cupy"))
     if torch is not None and isinstance(array, torch.Tensor):
+        # `to` returns the tensor itself if it is there already.
         return array.to(_of_torch(kind, index))
     if jax is not None and isinstance(array, jax.Array):
         return _put_jax(jax, array, kind, index)
@@ -142,11 +147,13 @@ def put(array: Any, name: str) -> Any:
         if kind == "GPU":
             with cupy.cuda.Device(index):
                 return cupy.asarray(array)
+        # For a CPU or JAX: handled as a NumPy array below.
         array = array.get()
     if kind == "CPU" or not isinstance(array, (np.ndarray, np.generic)):
         return array
-    if array.dtype.kind not in "biufcV":  # text, objects: of no device
+    if array.dtype.kind not in "biufcV":  # text and objects have no device
         return array
+    # Other types of devices, such as TPUs, are reached through JAX.
     library = _gpu_library() if kind == "GPU" else "jax"
     if library == "cupy":
         assert cupy is not None
@@ -154,17 +161,19 @@ def put(array: Any, name: str) -> Any:
             return cupy.asarray(array)
     if library == "torch":
         assert torch is not None
+        # `np.array` turns scalars into arrays, and copies read-only ones, about which PyTorch
+        # warns.
         return torch.asarray(np.array(array), device=_of_torch(kind, index))
-    # A copy, since JAX may go on reading the caller's memory, and never change what it has.
+    # A copy, because JAX may keep reading the caller's memory, and its arrays never change.
     return _put_jax(importlib.import_module("jax"), np.array(array), kind, index)
 
 
 def put_jax(array: Any, name: str) -> Any:
-    """Return an array as one of JAX on a device, also on a CPU; other objects as they are."""
+    """Return an array as a JAX array on a device, even a CPU; other objects unchanged."""
     if isinstance(array, (np.ndarray, np.generic)):
         if array.dtype.kind not in "biufcV":
             return array
-        array = np.array(array)  # which JAX may go on reading
+        array = np.array(array)  # a copy, because JAX may keep reading the memory
     elif not isinstance(array, importlib.import_module("jax").Array):
         return array
     return _put_jax(importlib.import_module("jax"), array, *_spec(name, "put"))
@@ -190,29 +199,40 @@ def _name(kind: str, index: int) -> str:
     return f"/{kind.lower()}:{index}"
 
 
-@functools.cache
 def _spec(name: Any, operation: str) -> tuple[str, int]:
-    """Return the type and number of a device of this process.
+    """Return type and number of a device of this process.
 
     Raises:
-        ValueError: it is not such a name.
+        ValueError: the name is invalid.
     """
+    # Only text, because the cache cannot look up objects such as lists.
+    found = _parsed(name) if isinstance(name, str) else None
+    if found is None:
+        raise ValueError(
+            f"{operation}: no such device, expected a name such as /cpu:0, /gpu:1 or /tpu:0, got "
+            f"{name!r}"
+        )
+    return found
+
+
+@functools.cache
+def _parsed(name: str) -> tuple[str, int] | None:
     try:
         spec = DeviceSpec.from_string(name)
-        whole = not (spec.job or spec.task or spec.replica)
-        if spec.device_type is not None and spec.device_index is not None and whole:
-            return spec.device_type.upper(), spec.device_index
-    except (TypeError, ValueError):
-        pass
-    raise ValueError(
-        f"{operation}: no such device, expected a name such as /cpu:0, /gpu:1 or /tpu:0, got "
-        f"{name!r}"
-    )
+    except ValueError:
+        return None
+    # Names of other tasks do not name devices of this process.
+    if spec.job or spec.task or spec.replica:
+        return None
+    if spec.device_type is None or spec.device_index is None:
+        return None
+    return spec.device_type.upper(), spec.device_index
 
 
 def _count(kind: str, index: int) -> int:
-    """Return how many devices of a kind there are; of CPUs enough."""
+    """Return the number of devices of a type; for CPUs as many as `index` needs."""
     if kind == "CPU":
+        # CPU devices are names for threads, so any number exists.
         return index + 1
     if kind == "GPU":
         return _gpus(("cupy", "torch", "jax"))
@@ -233,10 +253,10 @@ def _advice(kind: str, count: int) -> str:
 
 
 def _gpus(asked: Sequence[str]) -> int:
-    """Return how many GPUs the first library finds that finds any.
+    """Return the number of GPUs of the first library that finds any.
 
     Args:
-        asked: libraries that are imported for that; others are asked if they have been.
+        asked: libraries to import for that; others count only if imported already.
     """
     library = _gpu_library(asked)
     if library is None:
@@ -252,16 +272,18 @@ _GPUS: dict[str, Callable[[Any], int]] = {
 
 
 def _gpu_library(asked: Sequence[str] = ()) -> str | None:
-    """Return the library that NumPy's arrays on a GPU belong to."""
+    """Return the library of arrays that NumPy arrays become on a GPU."""
     for library, count in _GPUS.items():
         if library in asked:
             try:
                 importlib.import_module(library)
             except ImportError:
                 continue
+        # Not imported here: a program that does not use a library should not wait for its import.
         module = sys.modules.get(library)
         if module is None:
             continue
+        # Counting takes a call into the driver, and this runs for every array that is moved.
         if module in _with_gpus or count(module):
             _with_gpus.add(module)
             return library
@@ -273,11 +295,11 @@ _with_gpus: set[Any] = set()
 
 
 def _of_jax(kind: str, *, ask: bool = False) -> list[Any]:
-    """Return the devices of JAX of a kind, none if JAX is not there.
+    """Return JAX's devices of a type; empty without JAX.
 
     Args:
-        kind: of devices.
-        ask: whether JAX is imported for that.
+        kind: the type.
+        ask: whether to import JAX.
     """
     if ask:
         try:
@@ -287,7 +309,7 @@ def _of_jax(kind: str, *, ask: bool = False) -> list[Any]:
     jax = sys.modules.get("jax")
     try:
         return [] if jax is None else list(jax.local_devices(backend=kind.lower()))
-    except RuntimeError:  # which it raises for a kind that it does not have
+    except RuntimeError:  # JAX has no devices of this type
         return []
 
 
@@ -296,11 +318,12 @@ def _put_jax(jax: Any, array: Any, kind: str, index: int) -> Any:
     if not found:
         raise ValueError(f"put: JAX has no such device, expected {_name(kind, index)}")
     device = found[index % len(found)]
+    # A replicated array has a copy on this device, which needs no transfer.
     if on_several_devices(array):
         mine = [shard.data for shard in shards(array) if shard.device == device]
         if mine and array.is_fully_replicated:
             return mine[0]
-    # An array that is not bound to its device would follow any other one.
+    # An uncommitted array would follow other arrays to their devices.
     there = getattr(array, "committed", False) and array.devices() == {device}
     return array if there else jax.device_put(array, device)
 

@@ -1,14 +1,14 @@
 """Placement rules of variables and operations.
 
-1. A device that is named in full is taken as it is.
-2. No job: the task's job is worker, or the only job there is. No job and no task: the default task,
+1. A full device name is used unchanged.
+2. Without a job: the task's job is worker, or the only job. Without job and task: the default task,
    which is the chief, else worker 0.
-3. A job and no task: its first task.
-4. No type of devices: the first type that the thing can be on and the task has.
-5. No index: the task's first device of that type.
+3. With a job but no task: its first task.
+4. Without a device type: the first type that the thing supports and the task has.
+5. Without an index: the task's first device of that type.
 
-What does not exist is an error. With soft placement a thing goes to another device of the same task
-instead; an unknown job or task stays an error.
+A missing device is an error. With soft placement the thing is placed on another device of the same
+task instead; an unknown job or task remains an error.
 """
 
 from __future__ import annotations
@@ -33,10 +33,11 @@ def devices_of(
     """Return the devices of a task, without its job and index.
 
     Args:
-        cpus: how many of this type; names for threads.
-        gpus: likewise.
-        others: type, such as "TPU" -> how many.
+        cpus: number of CPU devices, which are names for threads.
+        gpus: number of GPU devices.
+        others: type, such as "TPU" -> number.
     """
+    # The order matters: `_device` prefers types in reverse order.
     counts = {"CPU": cpus, "GPU": gpus, **(others or {})}
     return tuple(
         DeviceSpec(device_type=kind, device_index=i) for kind in counts for i in range(counts[kind])
@@ -44,16 +45,16 @@ def devices_of(
 
 
 class Placer:
-    """Finds devices for things among those of a cluster.
+    """Chooses devices of a cluster for things.
 
     Args:
         tasks: (job, index) -> devices of the task, as `devices_of` returns them.
-        soft_placement: take another device of the same task where the one named does not exist or
+        soft_placement: use another device of the same task if the named one does not exist or
             cannot hold the thing.
-        log_device_placement: report where each thing goes, in the log, at level INFO.
+        log_device_placement: log the device of each thing at level INFO.
 
     Attributes:
-        default: (job, index) of the task for things that nobody gave a place.
+        default: (job, index) of the task for things without a device.
     """
 
     def __init__(
@@ -78,10 +79,10 @@ class Placer:
         ]
 
     def place(self, thing: PlacementRequest) -> DeviceSpec:
-        """Return the device of a thing, in full, by what it and the blocks around it say.
+        """Return the full device of a thing, from its own device and the enclosing blocks.
 
         Raises:
-            InvalidArgumentError: there is no such device, or the thing cannot be there.
+            InvalidArgumentError: the device does not exist, or cannot hold the thing.
         """
         wish = requested_device(thing)
         job, index = self._task(thing, wish)
@@ -92,6 +93,7 @@ class Placer:
         return place
 
     def _task(self, thing: PlacementRequest, wish: DeviceSpec) -> Task:
+        # Rules 2 and 3 of the module's docstring.
         job, index = wish.job, wish.task
         if job is None and index is None:
             job, index = self.default
@@ -99,6 +101,7 @@ class Placer:
             job = "worker" if "worker" in self._jobs else self.default[0]
         elif index is None and job in self._jobs:
             index = min(self._jobs[job])
+        # An unknown job has no first task; the error below lists the known ones.
         assert index is not None or job not in self._jobs
         if index is None or (job, index) not in self._tasks or wish.replica not in (None, 0):
             raise self._refusal(thing, wish, [f"/job:{j}/task:{i}" for j, i in self._tasks])
@@ -107,8 +110,9 @@ class Placer:
     def _device(
         self, thing: PlacementRequest, wish: DeviceSpec, devices: Sequence[DeviceSpec]
     ) -> DeviceSpec:
-        # What can be anywhere is rather on what was listed last: TPUs, GPUs, then CPUs.
+        # Things that support all types prefer the last ones listed: TPUs, GPUs, then CPUs.
         kinds = thing.device_types or [*dict.fromkeys(str(d.device_type) for d in devices)][::-1]
+        # Rules 4 and 5.
         possible = [d for kind in kinds for d in devices if d.device_type == kind]
         fitting = [
             device
@@ -117,7 +121,9 @@ class Placer:
             and wish.device_index in (None, device.device_index)
         ]
         if fitting:
+            # Devices are in order of their index, so this is the first one of the best type.
             return fitting[0]
+        # Never on another task: which task serves a thing must not depend on its devices.
         if self._soft and possible:
             return possible[0]
         raise self._refusal(thing, wish, [d.to_string() for d in possible])
@@ -133,5 +139,5 @@ class Placer:
         )
 
 
-_DEFAULT_JOBS = {"chief": 0, "worker": 1}  # the first that there is; others after them
+_DEFAULT_JOBS = {"chief": 0, "worker": 1}  # order of preference; other jobs follow
 _LISTED = 16  # devices in an error

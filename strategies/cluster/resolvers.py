@@ -39,11 +39,11 @@ _log = logging.getLogger(__name__)
 
 
 class ClusterResolver(ABC):
-    """Knows a cluster, and which task of it this process is.
+    """Source of a cluster specification, and of this process's task.
 
     Attributes:
-        task_type: the job of this process; None to leave it to the ranks.
-        task_id: its index there, or None.
+        task_type: job of this process; None to assign it by rank.
+        task_id: index of its task there; None to assign it by rank.
     """
 
     task_type: str | None = None
@@ -54,27 +54,27 @@ class ClusterResolver(ABC):
         """Return the specification; empty if there is no cluster."""
 
     def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
-        """Return a task's address, this process's own if it is not named; "" if that is unknown."""
+        """Return a task's address, by default this process's own; "" if unknown."""
         job = self.task_type if task_type is None else task_type
         index = self.task_id if task_id is None else task_id
         return "" if job is None or index is None else self.cluster_spec().task_address(job, index)
 
     def num_accelerators(self) -> dict[str, int]:
-        """Return how many devices of each type, besides CPUs, this process sees."""
+        """Return the number of visible devices of each type except CPUs."""
         return {"GPU": len(gpus.visible())}
 
 
 class SimpleClusterResolver(ClusterResolver):
-    """A specification that is known already.
+    """A given specification.
 
     Args:
-        cluster_spec: of the cluster.
-        master: address to name instead of a task's.
-        task_type: the job of this process.
-        task_id: its index there.
+        cluster_spec: the specification.
+        master: address to return instead of a task's.
+        task_type: job of this process.
+        task_id: index of its task there.
 
     Raises:
-        TypeError: something else than a `ClusterSpec` and text.
+        TypeError: an argument is not a `ClusterSpec` or a string.
     """
 
     def __init__(
@@ -95,11 +95,11 @@ class SimpleClusterResolver(ClusterResolver):
         self.task_id = task_id
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the specification that was given."""
+        """Return the given specification."""
         return self._spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
-        """Return the address of a task that is named here, else the one that was given."""
+        """Return the address of a named task, else the given address."""
         if task_type is not None and task_id is not None:
             return self._spec.task_address(task_type, task_id)
         return self._master
@@ -108,11 +108,11 @@ class SimpleClusterResolver(ClusterResolver):
 class RanksClusterResolver(ClusterResolver):
     """The ranks of an MPI job, divided by the environment variable `UNISONO_CLUSTER`.
 
-    Without it all ranks are workers. Ranks are given to the jobs in alphabetical order.
+    Without the variable all ranks are workers. Jobs take ranks in alphabetical order.
 
     Args:
-        ranks: a communicator, or how many ranks there are; None for all ranks of the job.
-        environ: to read, `os.environ` if None.
+        ranks: a communicator, or a number of ranks; None for all ranks of the job.
+        environ: the environment; None for `os.environ`.
     """
 
     def __init__(
@@ -128,7 +128,7 @@ class RanksClusterResolver(ClusterResolver):
         """Return the specification.
 
         Raises:
-            ValueError: the variable cannot be read, or names more or fewer tasks than ranks.
+            ValueError: the variable is invalid, or its number of tasks is not that of ranks.
         """
         if not self._text:
             return ClusterSpec.from_ranks(self._ranks)
@@ -139,19 +139,19 @@ class RanksClusterResolver(ClusterResolver):
 
 
 class TFConfigClusterResolver(ClusterResolver):
-    """What the environment variable `TF_CONFIG` says.
+    """The cluster of the environment variable `TF_CONFIG`.
 
     It holds JSON: {"cluster": {job: [address, ...]}, "task": {"type": job, "index": number},
-    "rpc_layer": text, "session_master": address}, all of which may be missing.
+    "rpc_layer": text, "session_master": address}; every entry is optional.
 
     Args:
-        task_type: instead of the variable's.
-        task_id: instead of the variable's.
-        rpc_layer: instead of the variable's; the scheme of addresses in `master`.
-        environ: to read, `os.environ` if None.
+        task_type: replaces the variable's.
+        task_id: replaces the variable's.
+        rpc_layer: replaces the variable's; the scheme of addresses in `master`.
+        environ: the environment; None for `os.environ`.
 
     Raises:
-        ValueError: the variable is not of this form.
+        ValueError: the variable is invalid.
     """
 
     def __init__(
@@ -169,12 +169,13 @@ class TFConfigClusterResolver(ClusterResolver):
         self.rpc_layer = rpc_layer or _part(config, "rpc_layer", str, None)
         self.task_type = _part(task, "type", str, None) if task_type is None else task_type
         index = task.get("index") if task_id is None else task_id
+        # TensorFlow accepts the index as a number or as text.
         if index is not None and not str(index).isdecimal():
             raise ValueError(f"TF_CONFIG: the task's index must be a number >= 0, got {index!r}")
         self.task_id = None if index is None else int(index)
 
     def cluster_spec(self) -> ClusterSpec:
-        """Return the specification; an empty one if the variable has none."""
+        """Return the specification; empty if the variable has none."""
         return self._spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
@@ -182,20 +183,21 @@ class TFConfigClusterResolver(ClusterResolver):
         if self._session_master is not None:
             return str(self._session_master)
         if len(self._spec.tasks()) <= 1:
+            # A single task trains locally, as in TensorFlow.
             return ""
         return with_scheme(self.rpc_layer, super().master(task_type, task_id))
 
 
 class TPUClusterResolver(ClusterResolver):
-    """The TPUs of this job: those that JAX finds in each of its ranks.
+    """The TPUs of this job: those that JAX finds in each rank.
 
     Args:
-        tpu: "local", or None or "" for the same. Another name, such as other programs have for a
-            machine somewhere else, is kept, of no effect, and told in the log.
-        ranks: a communicator, or how many ranks there are; None for all ranks of the job.
+        tpu: "local", None or "". Another name, which other programs use for a remote machine, is
+            stored, has no effect, and is logged.
+        ranks: a communicator, or a number of ranks; None for all ranks of the job.
 
     Attributes:
-        tpu: as given.
+        tpu: the argument.
     """
 
     def __init__(
@@ -203,6 +205,7 @@ class TPUClusterResolver(ClusterResolver):
     ) -> None:
         self.tpu = tpu
         self._ranks = ranks
+        # Programs for Cloud TPU pass a name here; they run unchanged.
         if tpu not in (None, "", "local"):
             _log.warning("TPUClusterResolver: the TPUs of this job are used, and not %r", tpu)
 
@@ -211,9 +214,9 @@ class TPUClusterResolver(ClusterResolver):
         return ClusterSpec.from_ranks(self._ranks)
 
     def devices(self) -> tuple[str, ...]:
-        """Return the names of this process's TPUs, or of whatever devices JAX has instead.
+        """Return the names of this process's TPUs, or of JAX's other devices without TPUs.
 
-        JAX is started for that; the log tells if it finds no TPU.
+        Starts JAX, and logs if it finds no TPU.
 
         Raises:
             RuntimeError: JAX is not installed, or cannot start.
@@ -222,6 +225,7 @@ class TPUClusterResolver(ClusterResolver):
         try:
             found = jax.local_devices(backend="tpu")
         except RuntimeError:
+            # Of JAX, for a platform that it does not find.
             found = jax.local_devices()
             _log.warning(
                 "TPUClusterResolver: JAX finds no TPU; what it has takes its place: %d of kind %s",
@@ -230,7 +234,7 @@ class TPUClusterResolver(ClusterResolver):
         return tuple(f"/{device.platform}:{i}" for i, device in enumerate(found))
 
     def num_accelerators(self) -> dict[str, int]:
-        """Return how many devices of each type, besides CPUs, this process has for JAX.
+        """Return the number of JAX's devices of each type except CPUs.
 
         Raises:
             RuntimeError: as `devices`.
@@ -242,15 +246,15 @@ class TPUClusterResolver(ClusterResolver):
 class UnionResolver(ClusterResolver):
     """Several clusters as one.
 
-    Tasks of the same job are appended where all indices are there, else joined by index. This
-    process is the task that the first of the resolvers says.
+    Tasks of the same job are appended if both jobs have all indices, else merged by index. The
+    first resolver gives the task of this process.
 
     Args:
         resolvers: at least one.
 
     Raises:
-        ValueError: there is none.
-        TypeError: something else than a resolver.
+        ValueError: no resolver was passed.
+        TypeError: an argument is not a resolver.
     """
 
     def __init__(self, *resolvers: ClusterResolver) -> None:
@@ -276,7 +280,7 @@ class UnionResolver(ClusterResolver):
         return ClusterSpec(jobs)
 
     def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
-        """Return a named task's address, else what the first resolver says."""
+        """Return a named task's address, else the first resolver's `master`."""
         if task_type is not None and task_id is not None:
             return self.cluster_spec().task_address(task_type, task_id)
         return self._resolvers[0].master()
@@ -285,15 +289,15 @@ class UnionResolver(ClusterResolver):
 def from_environment(
     ranks: cc.Communicator | int | None = None, *, environ: Mapping[str, str] | None = None
 ) -> ClusterResolver:
-    """Return a resolver of what the environment says.
+    """Return a resolver for the environment.
 
-    `UNISONO_CLUSTER` counts first, then a `TF_CONFIG` with a cluster. Without them all ranks are
-    workers.
+    `UNISONO_CLUSTER` takes precedence over a `TF_CONFIG` with a cluster. Without either all ranks
+    are workers.
     """
     if not _variable(environ, "UNISONO_CLUSTER"):
         configured = TFConfigClusterResolver(environ=environ)
         if configured.cluster_spec():
-            return configured
+            return configured  # without a cluster it describes a single process
     return RanksClusterResolver(ranks, environ=environ)
 
 
@@ -314,6 +318,7 @@ def _jax() -> Any:
 
 
 def _join(job: str, some: Any, others: Any) -> Any:
+    # Lists have no gaps, so the tasks of the second cluster follow those of the first.
     if isinstance(some, list) and isinstance(others, list):
         return some + others
     joined = dict(enumerate(some)) if isinstance(some, list) else dict(some)
@@ -343,6 +348,7 @@ def _config(text: str) -> dict[str, Any]:
 
 def _part(config: Mapping[str, Any], name: str, kind: type, default: Any) -> Any:
     found = config.get(name, default)
+    # The default may be None, which is not an instance of `kind`.
     if found is not default and not isinstance(found, kind):
         raise ValueError(f"TF_CONFIG: {name} has the wrong type, got {found!r}")
     return found

@@ -16,15 +16,15 @@ __all__ = ["DeviceFunction", "PlacementRequest", "current_device", "device", "re
 
 
 class PlacementRequest(NamedTuple):
-    """Something that is about to be placed.
+    """A thing to be placed.
 
     Attributes:
-        name: of the thing.
-        type: what it is: "Variable", "FIFOQueue", "Function", ...
-        device: what is known so far of where it belongs.
-        shape: of its value, if it has one.
-        dtype: of its value, if it has one.
-        device_types: where it can be, best first; on any device if there are none.
+        name: its name.
+        type: its type: "Variable", "FIFOQueue", "Function", ...
+        device: its device, as far as known.
+        shape: shape of its value; None without one.
+        dtype: dtype of its value; None without one.
+        device_types: types of devices that support it, best first; empty for all.
     """
 
     name: str
@@ -39,7 +39,7 @@ class PlacementRequest(NamedTuple):
         """Size of its value in bytes.
 
         Raises:
-            ValueError: the shape is not known.
+            ValueError: the shape is unknown.
         """
         if self.shape is None or self.dtype is None or None in self.shape:
             raise ValueError(
@@ -50,8 +50,9 @@ class PlacementRequest(NamedTuple):
 
 
 DeviceFunction = Callable[[PlacementRequest], str]
-"""Says where a thing belongs; what it returns stands instead of what blocks inside it say."""
+"""Returns the device of an object; its result overrides the enclosed blocks."""
 
+# Per thread and per asyncio task, innermost last.
 _scopes: ContextVar[tuple[DeviceSpec | DeviceFunction | None, ...]] = ContextVar(
     "device", default=()
 )
@@ -59,26 +60,28 @@ _scopes: ContextVar[tuple[DeviceSpec | DeviceFunction | None, ...]] = ContextVar
 
 @contextmanager
 def device(name: str | DeviceSpec | DeviceFunction | None) -> Iterator[None]:
-    """Place what this thread makes inside of the block.
+    """Place the things that this thread creates in the block.
 
-    Blocks inside of one another add to each other; what the inner one says counts.
+    Nested blocks are merged; the inner block takes precedence.
 
     Args:
-        name: of a device, or part of it, such as "/job:ps" or "/cpu:1"; a function that is asked
-            for each thing; or None, to begin anew: what outer blocks say does not count.
+        name: full or partial device name, such as "/job:ps" or "/cpu:1"; a function that returns a
+            name for each thing; or None to ignore outer blocks.
 
     Raises:
-        ValueError: it is not such a name.
-        TypeError: it is nothing of this kind.
+        ValueError: the name is invalid.
+        TypeError: `name` is of another type.
 
     Example:
         >>> with device("/job:ps/task:1"), device("cpu:0"):
         ...     current_device()
         '/job:ps/task:1/device:CPU:0'
     """
+    # Parsed when the block begins, so that a wrong name raises there.
     scope = DeviceSpec.from_string(name) if isinstance(name, str) else name
     if scope is not None and not isinstance(scope, DeviceSpec) and not callable(scope):
         raise TypeError(f"device: expected a name, a function or None, got {name!r}")
+    # A new tuple, so that contexts that were copied before keep theirs.
     before = _scopes.set((*_scopes.get(), scope))
     try:
         yield
@@ -87,10 +90,11 @@ def device(name: str | DeviceSpec | DeviceFunction | None) -> Iterator[None]:
 
 
 def current_device() -> str:
-    """Return what the blocks around say; functions, which need to know a thing, are left out."""
+    """Return the device of the enclosing blocks, without device functions, which need a thing."""
     spec = DeviceSpec()
     for scope in reversed(_scopes.get()):
         if scope is None:
+            # `device(None)` hides all outer blocks.
             break
         if isinstance(scope, DeviceSpec):
             spec = scope.make_merged_spec(spec)
@@ -98,18 +102,18 @@ def current_device() -> str:
 
 
 def requested_device(thing: PlacementRequest) -> DeviceSpec:
-    """Return where a thing is to be, by its own device and then the blocks around.
+    """Return the device of a thing, from its own device and the enclosing blocks.
 
     Raises:
-        TypeError: a device function does not return text.
-        ValueError: a name cannot be read.
+        TypeError: a device function does not return a string.
+        ValueError: a name is invalid.
     """
     spec = DeviceSpec.from_string(thing.device)
     for scope in reversed(_scopes.get()):
         if scope is None:
             break
         if isinstance(scope, DeviceSpec):
-            spec = scope.make_merged_spec(spec)
+            spec = scope.make_merged_spec(spec)  # the fields of inner blocks stay
             continue
         answer = scope(thing._replace(device=spec.to_string()))
         if not isinstance(answer, str):
@@ -117,5 +121,6 @@ def requested_device(thing: PlacementRequest) -> DeviceSpec:
                 f"device: a device function returns text, '' for any device, got {answer!r} "
                 f"({thing.type} {thing.name})"
             )
+        # Replaced rather than merged, as in TensorFlow: the function has seen the inner blocks.
         spec = DeviceSpec.from_string(answer)
     return spec

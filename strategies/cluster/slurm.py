@@ -1,7 +1,7 @@
 """Cluster resolver for Slurm steps.
 
-Words: a step has *ranks*, numbered node by node; as many as a node has of them are its tasks. Jobs
-take the ranks in alphabetical order.
+A step has *ranks*, numbered node by node; the ranks on a node are its tasks. Jobs take the ranks in
+alphabetical order.
 """
 
 from __future__ import annotations
@@ -22,29 +22,33 @@ __all__ = ["SlurmClusterResolver", "expand_hostlist", "expand_tasks_per_node"]
 
 _RANGE = re.compile(r"(\d+)(?:-(\d+))?", re.ASCII)
 _TASKS = re.compile(r"(\d+)(?:\(x(\d+)\))?", re.ASCII)
-_MOST = 1 << 20  # nodes or tasks in a text: more is a mistake that would fill the memory
+_MOST = 1 << 20  # nodes or tasks: a larger number is a mistake, and would exhaust memory
 
 
 def expand_hostlist(text: str) -> list[str]:
-    """Return the names of nodes from Slurm's short form; zeros in front are kept.
+    """Expand Slurm's short form of node names; leading zeros are kept.
 
     Raises:
-        ValueError: it is not of this form.
+        ValueError: the text is invalid.
 
     Example:
         >>> expand_hostlist("n[1-2],m5,o[03-04,6]")
         ['n1', 'n2', 'm5', 'o03', 'o04', 'o6']
     """
     names: list[str] = []
+    # Commas separate nodes only outside of brackets. A character that fits nowhere is a part of its
+    # own, and fails below.
     for part in re.findall(r"(?:[^,\[\]]|\[[^\[\]]*\])+|.", text):
         if part == ",":
             continue
+        # Text and brackets alternate: even pieces are text, odd ones ranges.
         pieces = re.split(r"\[([^\[\]]*)\]", part)
         if any(c in "[]," for piece in pieces[::2] for c in piece):
             raise ValueError(f"expand_hostlist: not a list of nodes, got {text!r}")
         found = [pieces[0].strip()]
         for ranges, after in zip(pieces[1::2], pieces[2::2], strict=True):
             found = [before + n + after for before in found for n in _numbers(ranges, text)]
+            # Checked while expanding, because each bracket multiplies the number of names.
             _check_bound(len(found) + len(names), text)
         names += found
     if not text.strip() or "" in names or ",," in text or text.strip(",") != text:
@@ -53,7 +57,7 @@ def expand_hostlist(text: str) -> list[str]:
 
 
 def _numbers(ranges: str, text: str) -> list[str]:
-    """Return the numbers of what stands in brackets, as wide as they are written."""
+    """Return the numbers of a bracket, with their leading zeros."""
     numbers: list[str] = []
     for part in ranges.split(","):
         match = _RANGE.fullmatch(part.strip())
@@ -63,15 +67,16 @@ def _numbers(ranges: str, text: str) -> list[str]:
             )
         first, last = int(match[1]), int(match[2] or match[1])
         _check_bound(last - first + len(numbers), text)
+        # Padded to the width of the first number: Slurm writes o[03-10] for o03 .. o10.
         numbers += [f"{n:0{len(match[1])}d}" for n in range(first, last + 1)]
     return numbers
 
 
 def expand_tasks_per_node(text: str) -> list[int]:
-    """Return the number of tasks of every node from Slurm's short form.
+    """Expand Slurm's short form of the number of tasks of every node.
 
     Raises:
-        ValueError: it is not of this form.
+        ValueError: the text is invalid.
 
     Example:
         >>> expand_tasks_per_node("3(x2),2,11(x4)")
@@ -94,33 +99,35 @@ def _check_bound(count: int, text: str) -> None:
 
 
 class _Layout(NamedTuple):
-    """Which rank this is, and for every rank its node and its number there."""
+    """This rank, and for every rank its node and local rank."""
 
     rank: int
     places: list[tuple[str, int]]
 
 
 class SlurmClusterResolver(ClusterResolver):
-    """The tasks of the Slurm step that this process belongs to, with or without GPUs.
+    """The tasks of the Slurm step of this process, with or without GPUs.
+
+    The tasks of a node divide its GPUs. A task that sees fewer GPUs than its step has on the node
+    keeps them, because Slurm has bound them to the task (`srun --gpus-per-task`, `--gpu-bind`).
 
     Args:
-        jobs: job -> number of tasks; None for workers alone.
-        comm: ranks that mpirun has started inside of a Slurm job: MPI is asked where they are, and
-            making the resolver is *collective*. None: Slurm is asked, for a step that srun has
-            started.
+        jobs: job -> number of tasks; None for workers only.
+        comm: ranks that mpirun started inside a Slurm job; MPI gives their nodes, and the
+            constructor is *collective*. None: a step started by srun, described by Slurm.
         port_base: port of a node's first task in addresses.
-        gpus_per_node: None for those that this process sees.
-        gpus_per_task: None to divide a node's GPUs among as many tasks as the fullest node has.
-        tasks_per_node: at most, for all nodes, in the order of nodes, or by name; None to ask
-            Slurm.
-        auto_set_gpu: show this process its own GPUs only, by CUDA_VISIBLE_DEVICES.
+        gpus_per_node: None for the visible GPUs.
+        gpus_per_task: None to divide a node's GPUs by the number of tasks of the fullest node.
+        tasks_per_node: a maximum for all nodes, a sequence in node order, or a dict by name; None
+            for Slurm's numbers.
+        auto_set_gpu: restrict this process to its own GPUs by CUDA_VISIBLE_DEVICES.
         rpc_layer: scheme of addresses in `master`.
-        environ: to read, and to write CUDA_VISIBLE_DEVICES to; `os.environ` if None.
+        environ: environment to read, and to set CUDA_VISIBLE_DEVICES in; None for `os.environ`.
 
     Raises:
-        RuntimeError: this is not a Slurm step, or the step has other numbers of tasks or GPUs than
-            are asked for.
-        ValueError: what Slurm says cannot be read.
+        RuntimeError: this is not a Slurm step, or it has fewer or more tasks or GPUs than
+            requested.
+        ValueError: a variable of Slurm is invalid.
     """
 
     def __init__(
@@ -142,11 +149,13 @@ class SlurmClusterResolver(ClusterResolver):
         def prepare() -> list[str]:
             layout = _of_slurm(env, tasks_per_node) if comm is None else _of_mpi(comm, nodes)
             self._spec, self.task_type, self.task_id = _name(layout, jobs, port_base)
-            return _share(env, layout, gpus_per_node, gpus_per_task)
+            bound = comm is None and _is_bound(env, gpus_per_node)
+            return _share(env, layout, gpus_per_node, gpus_per_task, bound=bound)
 
         if comm is None:
             self._gpus = prepare()
         else:
+            # Outside of `prepare`, which must not communicate: it may raise on one rank alone.
             nodes = comm.allgather_object(env.get("SLURMD_NODENAME") or platform.node())
             self._gpus = ProcessGroup(comm).run_then_agree("SlurmClusterResolver", prepare)
         if auto_set_gpu and self._gpus:
@@ -157,17 +166,18 @@ class SlurmClusterResolver(ClusterResolver):
         return self._spec
 
     def master(self, task_type: str | None = None, task_id: int | None = None) -> str:
-        """Return a task's address, that of the first task if none is named."""
+        """Return a task's address, by default that of the first task."""
         if task_type is None or task_id is None:
             task_type, task_id = self._spec.tasks()[0]
         return with_scheme(self.rpc_layer, self._spec.task_address(task_type, task_id))
 
     def num_accelerators(self) -> dict[str, int]:
-        """Return how many GPUs this task has of its own."""
+        """Return the number of this task's own GPUs."""
         return {"GPU": len(self._gpus)}
 
 
 def _of_mpi(comm: cc.Communicator, nodes: Sequence[str]) -> _Layout:
+    # The local rank is the number of lower ranks on the node.
     places = [(node, nodes[:rank].count(node)) for rank, node in enumerate(nodes)]
     return _Layout(comm.rank, places)
 
@@ -175,18 +185,20 @@ def _of_mpi(comm: cc.Communicator, nodes: Sequence[str]) -> _Layout:
 def _of_slurm(
     env: Mapping[str, str], tasks_per_node: int | Sequence[int] | Mapping[str, int] | None
 ) -> _Layout:
+    # Slurm's variables then describe the daemons of mpirun, one per node, not the ranks.
     if "OMPI_COMM_WORLD_SIZE" in env:
         raise RuntimeError(
-            "SlurmClusterResolver: this rank was started by mpirun, of which Slurm knows nothing, "
+            "SlurmClusterResolver: this rank was started by mpirun, which Slurm does not know, "
             "expected srun, or comm= with the communicator of all ranks"
         )
     rank, size = _number(env, "PROCID"), _number(env, "STEP_NUM_TASKS")
     hosts = expand_hostlist(_variable(env, "STEP_NODELIST"))
+    # Block distribution, Slurm's default: the ranks fill one node after the other.
     counts = _counts(env, hosts, tasks_per_node)
     places = [(host, i) for host, n in zip(hosts, counts, strict=True) for i in range(n)]
     distribution = re.split("[:,]", env.get("SLURM_DISTRIBUTION", "block"))[0].lower()
     if distribution == "cyclic":
-        places = sorted(places, key=lambda place: place[1])  # of equals the order of nodes
+        places = sorted(places, key=lambda place: place[1])  # stable: ties keep the order of nodes
     elif distribution in ("plane", "arbitrary") and len(hosts) > 1:
         raise RuntimeError(
             f"SlurmClusterResolver: it is not known which rank is on which node, expected "
@@ -197,6 +209,7 @@ def _of_slurm(
             f"SlurmClusterResolver: expected places for all tasks of the step, {size}, got "
             f"{len(places)} (tasks per node: {counts}, rank {rank})"
         )
+    # `tasks_per_node` may allow more tasks than the step has.
     return _Layout(rank, places[:size])
 
 
@@ -216,28 +229,49 @@ def _name(
             f"SlurmClusterResolver: requested {asked} tasks of the {size} that were assigned, "
             f"expected a job for each"
         )
+    # In the order in which `ClusterSpec` assigns ranks.
     names = [(job, i) for job in sorted(wanted) for i in range(wanted[job])]
     tasks: dict[str, list[str]] = {job: [] for job in wanted}
     for (job, _), (host, local) in zip(names, layout.places, strict=True):
+        # Addresses only have to differ: ranks connect through MPI.
         tasks[job].append(f"{host}:{port_base + local}")
     return ClusterSpec(tasks), *names[layout.rank]
 
 
+def _is_bound(env: Mapping[str, str], per_node: int | None) -> bool:
+    """Return whether this task sees only its own GPUs, as with `srun --gpus-per-task`."""
+    if "CUDA_VISIBLE_DEVICES" not in env:
+        return False
+    # Slurm counts the GPUs of the step on this node, including those of other tasks.
+    on_node = _number(env, "GPUS_ON_NODE") if "SLURM_GPUS_ON_NODE" in env else per_node or 0
+    return 0 < len(gpus.visible(env)) < on_node
+
+
 def _share(
-    env: Mapping[str, str], layout: _Layout, per_node: int | None, per_task: int | None
+    env: Mapping[str, str],
+    layout: _Layout,
+    per_node: int | None,
+    per_task: int | None,
+    *,
+    bound: bool,
 ) -> list[str]:
     """Return this rank's own GPUs."""
     seen = gpus.visible(env)
     available = len(seen) if per_node is None else per_node
+    local = layout.places[layout.rank][1]
+    # Tasks of the fullest node, so that every task gets the same number of GPUs.
     most = 1 + max(local for _, local in layout.places)
+    if bound:
+        # As on a node of its own: other tasks have no share in the visible GPUs.
+        available, local, most = len(seen), 0, 1
     each = available // most if per_task is None else per_task
     if each * most > available:
         raise RuntimeError(
             f"SlurmClusterResolver: requested more GPUs per node than available, expected at "
             f"most {available}, got {each} for each of {most} tasks"
         )
+    # If fewer are visible than `gpus_per_node` says, devices are numbered instead.
     listed = seen if len(seen) >= available else [str(i) for i in range(available)]
-    local = layout.places[layout.rank][1]
     return listed[local * each : (local + 1) * each]
 
 
@@ -253,6 +287,7 @@ def _variable(env: Mapping[str, str], name: str) -> str:
 
 def _number(env: Mapping[str, str], name: str) -> int:
     text = _variable(env, name)
+    # `int` would also accept digits of other scripts, signs and underscores.
     if not (text.isascii() and text.isdecimal()):
         raise ValueError(f"SlurmClusterResolver: SLURM_{name} must be a number >= 0, got {text!r}")
     return int(text)

@@ -1,8 +1,7 @@
 """`python -m strategies submit`: writes and submits a batch script for Slurm.
 
-The script does what `slurm/train.sbatch` of the checkout does, without needing the checkout: it
-starts the ranks by `mpirun`, hands signals on to them, and puts the job back into the queue when
-they stop with status 85.
+The script does the same as `slurm/train.sbatch`, without a checkout: it starts the ranks by
+`mpirun`, forwards signals to them, and requeues the job if they exit with status 85.
 """
 
 from __future__ import annotations
@@ -19,6 +18,9 @@ from strategies import errors
 from strategies.core.validation import integer
 
 __all__ = ["Job", "script_of", "submit"]
+
+# Slurm's formats: minutes[:seconds], hours:minutes:seconds, days-hours[:minutes[:seconds]].
+_TIME = re.compile(r"\d+(:\d+){0,2}|\d+-\d+(:\d+){0,2}|UNLIMITED|INFINITE", re.IGNORECASE)
 
 _HEAD = """\
 #!/usr/bin/env bash
@@ -52,10 +54,10 @@ fi
 
 """
 
-# The end of slurm/train.sbatch, to the letter (tests/unit/cluster/test_slurm_submission.py).
+# The end of slurm/train.sbatch, verbatim (tests/unit/cluster/test_slurm_submission.py).
 _BODY = """\
-# A job that has to make room for another hears SIGTERM, on all nodes but this one. The ranks there
-# hear it as well, but by it a daemon of Open MPI would end the job, with status 0. mpirun starts
+# Slurm sends SIGTERM to a preempted job, on all nodes but this one. The ranks there receive it as
+# well, but a daemon of Open MPI that receives it would end the job, with status 0. mpirun starts
 # ranks with no signal blocked.
 if env --block-signal=TERM true 2>/dev/null; then
     export PRTE_MCA_prte_launch_agent="${PRTE_MCA_prte_launch_agent:-env --block-signal=TERM prted}"
@@ -103,21 +105,20 @@ exit "$status"
 
 @dataclass(frozen=True)
 class Job:
-    """What is submitted.
+    """A job to submit.
 
     Attributes:
-        program: a Python file; the job runs in the folder where it is submitted.
-        arguments: of the program.
-        nodes: how many machines.
-        ranks_per_node: how many ranks on each.
-        gpus_per_node: how many GPUs of each; one rank for each of them.
+        program: a Python file; the job runs in the directory of its submission.
+        arguments: arguments of the program.
+        nodes: number of nodes.
+        ranks_per_node: number of ranks per node.
+        gpus_per_node: number of GPUs per node, one rank for each.
         cpus_per_rank: cores, and threads of numerical libraries.
-        time: limit, as Slurm has it, such as "04:00:00"; None for the partition's.
+        time: limit in Slurm's format, such as "04:00:00"; None for the partition's.
         warning: seconds before the limit at which the ranks are asked to stop.
-        again: arguments that a job which goes back to the queue gets beside the others, unless it
-            has the first of them.
-        elastic: whether those that live go on when ranks die: `mpirun --with-ft ulfm`.
-        options: further ones of sbatch, such as "--partition=long".
+        again: further arguments of a requeued job, unless it has the first of them already.
+        elastic: whether the surviving ranks resume when ranks die: `mpirun --with-ft ulfm`.
+        options: further options of sbatch, such as "--partition=long".
     """
 
     program: Path
@@ -137,8 +138,8 @@ def script_of(job: Job) -> str:
     """Return the batch script of a job.
 
     Raises:
-        InvalidArgumentError: the program is not a file, or there is not a rank for each GPU.
-        ValueError: a number is not positive, or an option is not one of sbatch.
+        InvalidArgumentError: the program is not a file, or GPUs and ranks differ in number.
+        ValueError: a number is not positive, or an option is invalid.
     """
     for name in ("nodes", "ranks_per_node", "cpus_per_rank", "warning"):
         integer("submit", name.replace("_", "-"), getattr(job, name))
@@ -147,28 +148,37 @@ def script_of(job: Job) -> str:
         raise errors.InvalidArgumentError(f"submit: no program, expected a file, got {job.program}")
     if job.gpus_per_node not in (0, job.ranks_per_node):
         raise errors.InvalidArgumentError(
-            f"submit: expected a rank for each GPU, got {job.ranks_per_node} ranks and "
-            f"{job.gpus_per_node} GPUs per node"
+            "submit: expected --gpus-per-node 0 or equal to --ranks-per-node, got "
+            f"{job.gpus_per_node} and {job.ranks_per_node}"
         )
     options = {
         "job-name": re.sub(r"[^\w.-]", "-", job.program.stem),
         "nodes": job.nodes,
         "ntasks-per-node": job.ranks_per_node,
         "cpus-per-task": job.cpus_per_rank,
+        # A requeued job keeps its number, so it appends to the same file.
         "output": "%x-%j.out",
         "open-mode": "append",
+        # To the batch shell alone, whose trap forwards it to mpirun.
         "signal": f"B:USR1@{job.warning}",
     }
     lines = [f"--{name}={value}" for name, value in options.items()] + ["--requeue"]
     lines += [f"--gpus-per-node={job.gpus_per_node}"] if job.gpus_per_node else []
+    if job.time is not None and not _TIME.fullmatch(job.time):
+        raise ValueError(
+            "submit: bad --time, expected minutes or [days-]hours:minutes:seconds, got "
+            f"{job.time!r}"
+        )
     lines += [f"--time={job.time}"] if job.time else []
     for option in job.options:
+        # A line break would end the directive, and the rest would run as a command.
         if not option.startswith("--") or "\n" in option:
             raise ValueError(
                 f"submit: expected a long option of sbatch, such as --partition=long, got "
                 f"{option!r}"
             )
     quoted = " ".join(map(shlex.quote, job.arguments))
+    # An MPI library that is installed in a virtual environment has its mpirun there.
     beside = Path(sys.executable).parent / "mpirun"
     head = _HEAD.format(
         title=repr(str(job.program)),
@@ -187,15 +197,16 @@ def script_of(job: Job) -> str:
 
 
 def submit(job: Job) -> str:
-    """Submit a job by `sbatch`, which reads the script from its input; returns what it says.
+    """Submit a job by `sbatch`, with the script on its stdin; return sbatch's output.
 
     Raises:
-        NotFoundError: there is no `sbatch` here.
-        FailedPreconditionError: Slurm does not take the job; says why.
+        NotFoundError: `sbatch` is not installed.
+        FailedPreconditionError: Slurm rejects the job; gives the reason.
         InvalidArgumentError, ValueError: as `script_of`.
     """
     text = script_of(job)
     try:
+        # By stdin, so that no file is left behind.
         done = subprocess.run(["sbatch"], input=text, text=True, capture_output=True, check=False)
     except FileNotFoundError:
         raise errors.NotFoundError(

@@ -18,15 +18,16 @@ _NAME = re.compile(r"[A-Za-z]\w*", re.ASCII)
 class ClusterSpec:
     """The jobs of a cluster, the indices of their tasks, and the tasks' addresses.
 
-    Two of equal content are equal. One without tasks is false.
+    Specifications with equal content are equal. A specification without tasks is false.
 
     Args:
-        cluster: job -> list of addresses, or index -> address where indices are missing, or another
-            `ClusterSpec`. An address is any text: ranks find each other through MPI.
+        cluster: job -> list of addresses, or index -> address if indices are missing, or another
+            `ClusterSpec`. An address is any string: ranks connect through MPI.
 
     Raises:
-        TypeError: something else, or an address is not text, or an index not an integer.
-        ValueError: an index is negative or there twice, or a job has no proper name.
+        TypeError: another type, or an address that is not a string, or an index that is not an
+            integer.
+        ValueError: an index is negative or occurs twice, or a job has an invalid name.
 
     Example:
         >>> spec = ClusterSpec({"ps": ["a:1"], "worker": {1: "b:1", 3: "c:1"}})
@@ -41,20 +42,21 @@ class ClusterSpec:
             raise TypeError(
                 f"ClusterSpec: expected a dict of jobs or a ClusterSpec, got {cluster!r}"
             )
+        # Sorted by name, because the order of jobs and tasks is the order of the ranks.
         self._jobs = {job: _tasks(job, cluster[job]) for job in sorted(map(_job_name, cluster))}
 
     @classmethod
     def from_ranks(cls, ranks: cc.Communicator | int | None = None, **tasks: int) -> ClusterSpec:
-        """Divide ranks into jobs; all that are left over are workers.
+        """Divide ranks into jobs; the remaining ranks are workers.
 
-        Ranks are given to the jobs in alphabetical order: chief, evaluator, ps, worker.
+        Jobs take ranks in alphabetical order: chief, evaluator, ps, worker.
 
         Args:
-            ranks: a communicator, or how many ranks there are; None for all ranks of the job.
+            ranks: a communicator, or a number of ranks; None for all ranks of the job.
             tasks: job -> number of its tasks, such as ps=2.
 
         Raises:
-            ValueError: there are fewer ranks than tasks, or more although worker= says how many.
+            ValueError: there are fewer ranks than tasks, or more with worker= given.
 
         Example:
             >>> ClusterSpec.from_ranks(4, ps=1)
@@ -64,15 +66,16 @@ class ClusterSpec:
         counts = {
             job: integer("from_ranks", f"number of {job}", n, least=0) for job, n in tasks.items()
         }
+        # Never negative: too many tasks are reported by `_divide`, with all numbers.
         counts.setdefault("worker", max(0, size - sum(counts.values())))
         return cls._divide(counts, size)
 
     @classmethod
     def from_text(cls, text: str, ranks: cc.Communicator | int | None = None) -> ClusterSpec:
-        """As `from_ranks`, from text such as `"ps:2,worker:*"`, where `*` stands for all others.
+        """Divide ranks as `from_ranks`, by text such as `"ps:2,worker:*"`; `*` takes the rest.
 
         Raises:
-            ValueError: it cannot be read, or does not match the ranks.
+            ValueError: the text is invalid, or does not match the ranks.
 
         Example:
             >>> ClusterSpec.from_text("worker:*,ps:2", 3).as_dict()
@@ -117,10 +120,10 @@ class ClusterSpec:
         return list(self._jobs)
 
     def num_tasks(self, job: str) -> int:
-        """Return how many tasks a job has.
+        """Return the number of a job's tasks.
 
         Raises:
-            ValueError: there is no such job.
+            ValueError: the job does not exist.
         """
         return len(self._job(job))
 
@@ -132,7 +135,7 @@ class ClusterSpec:
         """Return a task's address.
 
         Raises:
-            ValueError: there is no such job or task.
+            ValueError: the job or task does not exist.
         """
         tasks = self._job(job)
         if index not in tasks:
@@ -143,19 +146,19 @@ class ClusterSpec:
         return tasks[index]
 
     def job_tasks(self, job: str) -> list[str | None]:
-        """Return the addresses of a job's tasks by index, with None where there is no task."""
+        """Return the addresses of a job's tasks by index, with None for missing tasks."""
         tasks = self._job(job)
         return [tasks.get(index) for index in range(max(tasks, default=-1) + 1)]
 
     def as_dict(self) -> dict[str, Any]:
-        """Return job -> list of addresses, or index -> address where indices are missing."""
+        """Return job -> list of addresses, or index -> address if indices are missing."""
         return {
             job: list(tasks.values()) if list(tasks) == list(range(len(tasks))) else dict(tasks)
             for job, tasks in self._jobs.items()
         }
 
     def tasks(self) -> list[tuple[str, int]]:
-        """Return all (job, index) pairs in the order in which ranks are given to them."""
+        """Return all (job, index) pairs in the order in which ranks are assigned."""
         return [(job, index) for job, tasks in self._jobs.items() for index in tasks]
 
     def __bool__(self) -> bool:
@@ -165,6 +168,7 @@ class ClusterSpec:
         return isinstance(other, ClusterSpec) and self._jobs == other._jobs
 
     def __hash__(self) -> int:
+        # Without the addresses: equal objects have equal hashes, which is all that is needed.
         return hash(tuple(self.tasks()))
 
     def __repr__(self) -> str:
@@ -205,6 +209,7 @@ def _tasks(job: str, tasks: Any) -> dict[int, str]:
             raise TypeError(
                 f"ClusterSpec: an address must be text, got {address!r} (job: {job}, task {index})"
             )
+    # A mapping may have an index as a number and again as text.
     found = dict(sorted(pairs))
     if len(found) < len(pairs):
         raise ValueError(f"ClusterSpec: an index is there twice, got {list(tasks)} (job: {job})")
@@ -213,6 +218,7 @@ def _tasks(job: str, tasks: Any) -> dict[int, str]:
 
 def _index(job: str, index: Any) -> int:
     try:
+        # JSON has only text as keys, so an index of TF_CONFIG may be text.
         number = int(index) if isinstance(index, str) else operator.index(index)
     except (TypeError, ValueError):
         raise TypeError(
@@ -227,6 +233,7 @@ def _index(job: str, index: Any) -> int:
 
 
 def _size(ranks: cc.Communicator | int | None) -> int:
+    # Only now, so that text and numbers can be used without MPI.
     if ranks is None:
         ranks = cc.init()
     return (

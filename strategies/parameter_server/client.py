@@ -1,4 +1,4 @@
-"""Worker side of the parameter server: requests and known versions."""
+"""Worker side of the parameter server: requests and versions of the copies."""
 
 from __future__ import annotations
 
@@ -9,15 +9,14 @@ from typing import Any, NamedTuple
 import numpy as np
 import numpy.typing as npt
 
-import collectives as cc
 from strategies.cluster.cluster import Cluster
 from strategies.core.sparse import Gradient, Rows
 from strategies.core.validation import number
 from strategies.errors import FailedPreconditionError, UnavailableError
 from strategies.parameter_server import state_io
+from strategies.parameter_server.options import ServingOptions
 from strategies.parameter_server.server import PARAMETERS
 from strategies.parameter_server.staleness import Decision, WorkerStats
-from strategies.parameter_server.state_io import ServerState
 from strategies.parameter_server.variable import ServedVariable
 from strategies.rpc.client import Reply
 from strategies.rpc.multi_request import RequestTo
@@ -26,16 +25,17 @@ from strategies.rpc.service import Service
 from strategies.variables import partition
 from strategies.variables.requests import packing
 from strategies.variables.server_ops import compressed, widened
+from strategies.variables.variable_group import VariableState, pack, unpack
 
 __all__ = ["Client", "ServerStats"]
 
 
 class ServerStats(NamedTuple):
-    """What one ps task has done.
+    """Statistics of one ps task.
 
     Attributes:
         version: number of its updates.
-        records: rank of a worker -> what came of its gradients there.
+        records: worker rank -> statistics of its gradients on this ps task.
         members: ranks of the workers that are still training.
     """
 
@@ -45,71 +45,71 @@ class ServerStats(NamedTuple):
 
 
 class Client:
-    """The ps tasks, as another task sees them.
+    """Access to the ps tasks from another task.
 
     Args:
-        service: reaches them.
-        cluster: in which they are.
-        compression: how gradients travel.
-        value_compression: how values travel, without feedback.
+        service: service that reaches the ps tasks.
+        cluster: cluster of the tasks.
+        options: compression of gradients and values.
 
     Attributes:
-        servers: their ranks.
+        servers: ranks of the ps tasks.
 
     Raises:
-        ValueError: gradients or values are to be rounded in a way that is not supported here.
+        ValueError: the compression is not supported for variables on tasks.
     """
 
-    def __init__(
-        self,
-        service: Service,
-        cluster: Cluster,
-        compression: cc.Compression,
-        value_compression: cc.Compression,
-    ) -> None:
-        if value_compression.residuals is not None:
+    def __init__(self, service: Service, cluster: Cluster, options: ServingOptions) -> None:
+        compression = options.value_compression
+        if compression.residuals is not None:
+            # A ps sends values to many workers, and would need residuals for each of them.
             raise ValueError(
                 f"ParameterServerStrategy: value_compression: feedback is for gradients, expected "
-                f"a compression without, got {value_compression}"
+                f"a compression without, got {compression}"
             )
-        self._compression = compression
-        self._as = packing(compression, "ParameterServerStrategy: compression").get("as")
-        packed = packing(value_compression, "ParameterServerStrategy: value_compression")
+        self._options = options
+        self._as = packing(options.compression, "ParameterServerStrategy: compression").get("as")
+        packed = packing(compression, "ParameterServerStrategy: value_compression")
         self._values_as = packed.get("as")
         self.servers = tuple(cluster.ranks_of("ps"))
         self._service = service
         self._cluster = cluster
         self._places: list[Address] = []
+        # Numbers of the open `join` requests, one per ps.
         self._memberships: list[int] = []
         self._variables: list[ServedVariable] = []
-        self._numbers: dict[str, int] = {}  # name of a part -> its number on its ps
-        self._held: list[list[str]] = [[] for _ in self.servers]  # names by number
+        self._numbers: dict[str, int] = {}  # name of a part -> number on its ps
+        self._held: list[list[str]] = [[] for _ in self.servers]  # per ps: names by number
         self._residents: list[list[str]] = [[] for _ in self.servers]
-        self._versions = [0] * len(self.servers)  # of the copies here
-        self._differ: str | None = None  # why the ps tasks are not of one state any more
+        self._versions = [0] * len(self.servers)  # per ps: version of the copies
+        self._differ: str | None = None  # why the ps tasks are inconsistent
 
-    def open(self, name: str) -> None:
-        """Find the ps tasks' parameters of this name."""
+    def open(self) -> None:
+        """Open the parameter servers of the strategy."""
+        name = self._options.shared_name
         for task in self.servers:
             self._places.append(self._service.open(PARAMETERS, {}, name=name, task=task)[0])
 
     def join(self) -> None:
-        """Let the ps tasks know of this worker."""
+        """Register this worker on all ps tasks."""
         told = {"worker": self._cluster.comm.rank}
         for place in self._places:
             membership = self._service.start(place, "join", lambda answer: None, told)
             self._memberships.append(membership)
-        self.reports()  # when that is answered, they do
+        self.reports()  # requests are handled in order: the reply confirms the joins
 
     def leave(self) -> None:
-        """Let the ps tasks know that this worker is one no more."""
+        """Deregister this worker from all ps tasks."""
         memberships, self._memberships = self._memberships, []
         for membership in memberships:
+            # Undoes the request on the ps, which removes the member; no reply follows.
             self._service.disown(membership)
 
     def add(self, variable: ServedVariable) -> None:
-        """Note where a new variable is."""
+        """Register the placement of a new variable."""
         for part in variable.parts:
+            # The same numbers as in `VariableGroup.add`: parts are added in the same order on each
+            # ps.
             self._numbers[part.name] = len(self._held[part.task])
             self._held[part.task].append(part.name)
             if variable.resident:
@@ -117,7 +117,8 @@ class Client:
         self._variables.append(variable)
 
     def pull(self) -> None:
-        """Bring the copies of all resident variables up to date."""
+        """Update the copies of all resident variables."""
+        # The version of the copies, so that each ps sends only rows that have changed since.
         told = [{"version": v, "values_as": self._values_as} for v in self._versions]
         self._take(self._ask("pull", told))
 
@@ -127,13 +128,23 @@ class Client:
         examples: int | None,
         timeout: float | None,
     ) -> tuple[Decision, ...]:
-        """Send gradients to where the variables are, and bring the copies up to date."""
+        """Send gradients to the ps tasks, and update the copies with the replies.
+
+        Args:
+            pairs: pairs of gradient and variable.
+            examples: number of rows that the gradients average; None if unknown.
+            timeout: seconds to wait; None for no limit.
+
+        Returns:
+            Decision of each ps task about the gradients.
+        """
         if not self._memberships:
             raise FailedPreconditionError(
                 f"apply_gradients: expected a worker that has not left, got "
                 f"{self._cluster.device_of(self._cluster.comm.rank)}"
             )
         if self._differ is not None:
+            # Further updates would only increase the difference between the ps tasks.
             raise UnavailableError(self._differ)
         parts: list[list[Any]] = [[] for _ in self.servers]
         arrays: list[list[Any]] = [[] for _ in self.servers]
@@ -141,11 +152,15 @@ class Client:
             pieces = self._pack(gradient, variable)
             rate = variable.learning_rate
             if rate is not None:
+                # Read at each push: a schedule of the worker may have changed it.
                 rate = number("apply_gradients", "learning rate", rate)
             for part, piece in zip(variable.parts, pieces, strict=True):
+                # Two arrays, indices and rows, mark a sparse gradient.
                 parts[part.task].append([self._numbers[part.name], len(piece) == 2, rate])
                 arrays[part.task] += piece
         worker = self._cluster.comm.rank
+        # Each ps gets a request, even without gradients: a synchronous round needs all workers, and
+        # the reply contains new values.
         told = [
             {
                 "worker": worker,
@@ -162,20 +177,23 @@ class Client:
         return tuple(Decision(a.metadata["staleness"], a.metadata["weight"]) for a in answers)
 
     def _pack(self, gradient: Gradient, variable: ServedVariable) -> list[list[npt.NDArray[Any]]]:
-        """Return what travels of a gradient to each part of its variable."""
+        """Return the encoded piece of a gradient for each part of its variable."""
         pieces: list[list[npt.NDArray[Any]]]
         if isinstance(gradient, Rows):
             found = partition.row_pieces(gradient, variable.offsets)
+            # Every part gets a piece, also without rows, so that all parts make the same steps.
             pieces = [[rows.indices, np.asarray(rows.values)] for rows in found]
         else:
             pieces = [[piece] for piece in variable.pieces(gradient)]
         return [
-            compressed(arrays, self._compression, part.name)
+            # By the name of the part, which has error feedback of its own.
+            compressed(arrays, self._options.compression, part.name)
             for part, arrays in zip(variable.parts, pieces, strict=True)
         ]
 
     def rows(self, variable: ServedVariable, indices: npt.NDArray[Any]) -> npt.NDArray[Any]:
         """Return some rows of a variable."""
+        # Filled part by part, at the positions that the caller asked for.
         result = np.empty((len(indices), *variable.shape[1:]), variable.dtype)
         found = partition.positions(indices, variable.offsets)
         asked = [n for n, places in enumerate(found) if places.size]
@@ -189,7 +207,7 @@ class Client:
         return result
 
     def assign(self, variable: ServedVariable, value: npt.NDArray[Any]) -> None:
-        """Let a variable take another value."""
+        """Set the value of a variable on its ps tasks."""
         questions = [
             RequestTo(
                 self._places[part.task], "assign", {"part": self._numbers[part.name]}, [piece]
@@ -199,34 +217,35 @@ class Client:
         self._answers(questions)
 
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:
-        """Return what a checkpoint keeps; see `saved`."""
+        """Return the state for a checkpoint; see `state_io.joined`."""
         return state_io.joined(self._variables, *self._states())
 
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
-        """Let the ps tasks go on from a state, and bring the copies up to date."""
+        """Restore a state on the ps tasks and update the copies."""
+        # The current state gives the expected slots, shapes and dtypes.
         like, _ = self._states()
         states, updates = state_io.divided(state, self._variables, like, len(self.servers))
         told, values = [], []
         for names, count in zip(self._held, updates, strict=True):
-            own = [states[name] for name in names]
-            parts = [[held.counts, list(held.arrays)] for held in own]
+            parts, arrays = pack(states[name] for name in names)
             told.append({"parts": parts, "updates": count})
-            values.append([array for held in own for array in held.arrays.values()])
+            values.append(arrays)
+        # Everything was checked above, so that a wrong state reaches no ps.
         self._ask("load", told, values)
+        # The copies on this task still have the old values.
         self.pull()
 
-    def _states(self) -> tuple[dict[str, ServerState], list[int]]:
-        """Return name of a part -> its state, and the updates of each ps."""
+    def _states(self) -> tuple[dict[str, VariableState], list[int]]:
+        """Return name -> state of each part, and the number of updates of each ps."""
         answers = self._ask("state", [{}] * len(self.servers))
-        states: dict[str, ServerState] = {}
+        states: dict[str, VariableState] = {}
         for names, answer in zip(self._held, answers, strict=True):
-            arrays = iter(answer.values)
-            for name, (counts, kinds) in zip(names, answer.metadata["parts"], strict=True):
-                states[name] = ServerState(counts, {kind: next(arrays) for kind in kinds})
+            own = unpack(answer.metadata["parts"], answer.values)
+            states |= zip(names, own, strict=True)
         return states, [answer.metadata["updates"] for answer in answers]
 
     def reports(self) -> list[ServerStats]:
-        """Return what each ps task has done."""
+        """Return the statistics of each ps task."""
         told = [answer.metadata for answer in self._ask("report", [{}] * len(self.servers))]
         return [
             ServerStats(
@@ -244,8 +263,9 @@ class Client:
         values: Sequence[Sequence[Any]] | None = None,
         timeout: float | None = None,
     ) -> list[Reply]:
-        """Ask all ps tasks at once."""
+        """Send one request to each ps task, in parallel."""
         if self._cluster.job == "ps":
+            # A ps opens no other ps; see `ServedVariables._open`.
             raise FailedPreconditionError(
                 f"{operation}: a ps task serves others, and asks for nothing"
             )
@@ -257,12 +277,15 @@ class Client:
         return self._answers(questions, timeout)
 
     def _answers(self, questions: Sequence[RequestTo], timeout: float | None = None) -> list[Reply]:
+        # All replies are awaited, so that the error below can name what the other ps tasks have
+        # done.
         answers = self._service.ask(questions).answers(timeout)
         errors = [answer.error for answer in answers if answer.error is not None]
         if not errors:
             return answers
+        # A lost ps explains more than the errors that follow from it.
         error = next((e for e in errors if isinstance(e, UnavailableError)), errors[0])
-        # A weight says what has become of gradients: these were applied by some, and not by all.
+        # A reply with a weight means that this ps applied the gradients, while another one failed.
         if any(answer.error is None and answer.metadata.get("weight") for answer in answers):
             self._differ = (
                 f"{error.message}; the ps tasks differ now: start again from a checkpoint"
@@ -273,16 +296,18 @@ class Client:
         raise error
 
     def _take(self, answers: Sequence[Reply]) -> None:
-        """Bring the copies up to date by what the ps tasks have answered.
+        """Update the copies with the replies of the ps tasks.
 
-        For each part that is nothing, if the copy here is up to date, the whole, or indices and
-        rows.
+        A reply has, per part, no array (up to date), the whole part, or indices and rows.
         """
+        # `_answers` has raised if a ps failed, so the copies of all ps tasks change together.
         found: dict[str, list[npt.NDArray[Any]]] = {}
         for server, answer in enumerate(answers):
             self._versions[server] = answer.metadata["version"]
             values = iter(answer.values)
             for name, count in zip(self._residents[server], answer.metadata["frames"], strict=True):
+                # Collected from all ps tasks first, because the parts of a variable may be on
+                # several.
                 found[name] = list(itertools.islice(values, count))
         for variable in self._variables:
             if variable.resident:
@@ -292,5 +317,5 @@ class Client:
                 )
 
     def _widen(self, value: npt.NDArray[Any], variable: ServedVariable) -> npt.NDArray[Any]:
-        """Return values of a variable as they were before they travelled."""
+        """Return values in the dtype of their variable."""
         return widened(value, {"as": self._values_as}, variable.dtype)

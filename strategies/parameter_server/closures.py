@@ -1,6 +1,6 @@
 """State machine of scheduled closures.
 
-A *closure* is a call that some worker is to make. It is queued, in flight at a worker, or ended:
+A *closure* is a call to run on any worker. It is queued, in flight on a worker, or ended:
 
 ::
 
@@ -9,15 +9,18 @@ A *closure* is a call that some worker is to make. It is queued, in flight at a 
                |   `-- cancelled      |      `---- failed -----> ended with an error
                `----- put_back -------'
 
-The first error cancels what is queued. When nothing is in flight any more it is raised, once, by
-whoever calls `put`, `wait` or `done` next; then all is as if new.
+The first error cancels all queued closures. Once no closure is in flight, the next `put`, `wait` or
+`done` raises the error, and the queue is usable again.
 """
 
 from __future__ import annotations
 
+import concurrent.futures
+import contextlib
 import threading
 from collections import deque
 from collections.abc import Callable
+from concurrent.futures import Future, InvalidStateError
 from typing import Any
 
 from strategies.errors import CancelledError, DeadlineExceededError
@@ -25,65 +28,63 @@ from strategies.errors import CancelledError, DeadlineExceededError
 __all__ = ["CAPACITY", "Closure", "ClosureQueue", "RemoteValue"]
 
 CAPACITY = 1 << 18
-"""Closures that may be queued; about 100 MB of Python objects."""
+"""Largest number of queued closures; about 100 MB of Python objects."""
 
 
 class RemoteValue:
-    """What a closure returns, once a worker has made the call."""
+    """Result of a closure, available after a worker has run the call."""
 
     def __init__(self) -> None:
-        self._ended = threading.Event()
-        self._value: Any = None
-        self._error: BaseException | None = None
+        self._future: Future[Any] = Future()
 
     def __repr__(self) -> str:
-        if not self._ended.is_set():
+        if not self.ready:
             return "RemoteValue(not ready)"
-        return f"RemoteValue({'ready' if self._error is None else repr(self._error)})"
+        error = self._future.exception()
+        return f"RemoteValue({'ready' if error is None else repr(error)})"
 
     @property
     def ready(self) -> bool:
         """Whether `fetch` returns or raises at once."""
-        return self._ended.is_set()
+        return self._future.done()
 
     def fetch(self, timeout: float | None = None) -> Any:
         """Wait for the value and return it.
 
         Args:
-            timeout: seconds to wait; None for any time.
+            timeout: seconds to wait; None for no limit.
 
         Raises:
-            Exception: what the call raised.
-            CancelledError: it was not made, because another one failed or the coordinator closed.
-            DeadlineExceededError: it has not been made in time.
+            Exception: error of the call.
+            CancelledError: the call did not run, because another call failed or the coordinator was
+                closed.
+            DeadlineExceededError: the call did not finish in time.
         """
-        if not self._ended.wait(timeout):
+        # Not `Future.result(timeout)`, whose TimeoutError could also be an error of the call.
+        if not concurrent.futures.wait([self._future], timeout).done:
             raise DeadlineExceededError(f"fetch: the call was not made within {timeout:g} s")
-        if self._error is not None:
-            raise self._error
-        return self._value
+        return self._future.result()
 
     def set(self, value: Any) -> None:
-        """End with a value; does nothing after the end."""
-        if not self._ended.is_set():
-            self._value = value
-            self._ended.set()
+        """Set the value; has no effect if there is a value or an error."""
+        with contextlib.suppress(InvalidStateError):
+            # A repeated call may end twice; the first end counts.
+            self._future.set_result(value)
 
     def fail(self, error: BaseException) -> None:
-        """End with an error; does nothing after the end."""
-        if not self._ended.is_set():
-            self._error = error
-            self._ended.set()
+        """Set the error; has no effect if there is a value or an error."""
+        with contextlib.suppress(InvalidStateError):
+            self._future.set_exception(error)
 
 
 class Closure:
-    """A call that a worker is to make.
+    """A call to run on a worker.
 
     Args:
-        call: makes it on the worker with the given number; returns its value.
+        call: runs the call on the worker with the given number and returns its value.
 
     Attributes:
-        result: where its value or error goes.
+        result: receives the value or error.
     """
 
     def __init__(self, call: Callable[[int], Any]) -> None:
@@ -92,14 +93,15 @@ class Closure:
 
 
 class ClosureQueue:
-    """Closures of one coordinator; usable from any thread.
+    """Closures of one coordinator; thread-safe.
 
     Args:
-        capacity: how many may be queued before `put` waits.
+        capacity: number of queued closures at which `put` waits.
     """
 
     def __init__(self, capacity: int = CAPACITY) -> None:
         self._capacity = capacity
+        # Guards all attributes below.
         self._changed = threading.Condition()
         self._queued: deque[Closure] = deque()
         self._in_flight = 0
@@ -108,14 +110,15 @@ class ClosureQueue:
         self._stopped = False
 
     def put(self, closure: Closure, timeout: float | None = None) -> None:
-        """Add a closure; waits while the queue is full.
+        """Add a closure; wait while the queue is full.
 
         Raises:
-            Exception: an earlier closure's error, once; this one is not added.
+            Exception: error of an earlier closure, raised once; this closure is not added.
             DeadlineExceededError: the queue stayed full.
-            CancelledError: it is closed.
+            CancelledError: the queue is closed.
         """
         with self._changed:
+            # Also wakes up for an error or a close, which are raised below.
             self._await(
                 lambda: (
                     self._error is not None or self._stopped or len(self._queued) < self._capacity
@@ -130,22 +133,24 @@ class ClosureQueue:
             self._changed.notify_all()
 
     def get(self, timeout: float | None = None) -> Closure | None:
-        """Take the first closure; None after `close` or `timeout`."""
+        """Take the first closure; return None after `close` or `timeout`."""
         with self._changed:
             self._changed.wait_for(lambda: self._queued or self._stopped, timeout)
-            if not self._queued:  # which a close has emptied
+            if not self._queued:  # timeout, or emptied by `close`
                 return None
             self._in_flight += 1
             self._changed.notify_all()
             return self._queued.popleft()
 
     def put_back(self, closure: Closure) -> None:
-        """Take back a closure in flight that its worker cannot finish; it comes first again."""
+        """Return an unfinished closure in flight to the front of the queue."""
         with self._changed:
             self._in_flight -= 1
+            # After an error or `close`, unfinished closures are cancelled, not repeated.
             if self._error is not None or self._stopped:
                 self._cancel(closure)
             else:
+                # At the front, because it was scheduled before all others in the queue.
                 self._queued.appendleft(closure)
             self._changed.notify_all()
 
@@ -157,47 +162,49 @@ class ClosureQueue:
             self._changed.notify_all()
 
     def fail(self, closure: Closure, error: BaseException) -> None:
-        """End a closure in flight with an error, and cancel what is queued."""
+        """End a closure in flight with an error, and cancel all queued closures."""
         with self._changed:
             self._in_flight -= 1
             closure.result.fail(error)
             self._record(error)
 
     def fail_all(self, error: BaseException) -> None:
-        """Note an error that belongs to no closure, and cancel what is queued."""
+        """Record an error without a closure, and cancel all queued closures."""
         with self._changed:
             self._record(error)
 
     def wait(self, timeout: float | None = None) -> None:
-        """Wait until nothing is queued or in flight.
+        """Wait until no closure is queued or in flight.
 
         Raises:
-            Exception: the first error of a closure, once.
-            DeadlineExceededError: there is still something.
+            Exception: first error of a closure, raised once.
+            DeadlineExceededError: closures are unfinished after the timeout.
         """
         with self._changed:
             self._await(self._idle, timeout, "join: not all calls have been made")
             self._raise_error(timeout, "join")
 
     def done(self) -> bool:
-        """Tell whether nothing is queued or in flight.
+        """Return whether no closure is queued or in flight.
 
         Raises:
-            Exception: the first error of a closure, once.
+            Exception: first error of a closure, raised once.
         """
         with self._changed:
+            # Unlike `wait`, `done` never waits for calls in flight.
             if self._error is not None and not self._in_flight:
                 self._raise_error(None, "done")
             return self._idle()
 
     @property
     def closed(self) -> bool:
-        """Whether it has been closed."""
+        """Whether the queue was closed."""
         return self._stopped
 
     def close(self, why: str) -> None:
-        """Cancel what is queued, and let `get` return None from now on."""
+        """Cancel all queued closures; `get` returns None from now on."""
         with self._changed:
+            # The first reason stays; later calls of `close` only follow from it.
             self._closed = self._closed or why
             self._stopped = True
             self._cancel_queued()
@@ -221,14 +228,15 @@ class ClosureQueue:
         closure.result.fail(CancelledError(f"the call was not made, since {why}"))
 
     def _raise_error(self, timeout: float | None, operation: str) -> None:
-        """Raise the error that there is, when nothing is in flight any more."""
+        """Raise the recorded error after all closures in flight have ended."""
         if self._error is None:
             return
         self._await(
             lambda: not self._in_flight, timeout, f"{operation}: calls in flight have not ended"
         )
+        # Taken once, so the queue is usable again after the error was raised.
         error, self._error = self._error, None
-        if error is not None:  # nobody else has raised it meanwhile
+        if error is not None:  # no other thread has raised it in the meantime
             raise error
 
     def _await(self, condition: Callable[[], bool], timeout: float | None, what: str) -> None:

@@ -8,20 +8,21 @@
     worker 2                  `-> call, dies                |
     worker 3                       again `----> call -------'
 
-Calls are made in any order, each at least once: what a lost worker had begun is begun again by
-another one.
+Calls run in any order, each at least once: another worker repeats the unfinished call of a lost
+worker.
 """
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import threading
 from collections.abc import Callable, Iterator, Mapping, Sequence
-from concurrent.futures import TimeoutError as LateError
+from concurrent.futures import wait
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
+from collectives import extend
 from strategies.core.process_group import ProcessGroup
 from strategies.core.pytree import leaves, map_leaves
 from strategies.errors import FailedPreconditionError, OutOfRangeError, UnavailableError
@@ -35,16 +36,16 @@ __all__ = ["ClusterCoordinator", "PerWorkerDataset", "PerWorkerIterator"]
 
 log = logging.getLogger(__name__)
 
-_LOOK_EVERY = 1.0  # seconds between two looks whether a silent worker is still wanted
+_LOOK_EVERY = 1.0  # seconds between checks whether the queue was closed
 
 
 @dataclass(frozen=True)
 class PerWorkerDataset:
-    """Batches of which every worker makes its own; given to calls, which get those of their worker.
+    """Batches that every worker creates itself; as an argument of a call, the worker's own batches.
 
     Attributes:
-        number: among those of the coordinator.
-        maker: name of the function that makes them.
+        number: number among the datasets of the coordinator.
+        maker: name of the function that creates the batches.
     """
 
     number: int
@@ -56,11 +57,11 @@ class PerWorkerDataset:
 
 @dataclass(frozen=True)
 class PerWorkerIterator:
-    """The iterator of every worker over its own batches; goes on from call to call.
+    """Iterator of every worker over its own batches, which continues across calls.
 
     Attributes:
-        number: of the dataset, as is its maker.
-        maker: name of the function that makes the batches.
+        number: number of the dataset.
+        maker: name of the function that creates the batches.
     """
 
     number: int
@@ -77,21 +78,22 @@ class PerWorkerIterator:
 
 
 class ClusterCoordinator:
-    """Lets the workers of a `ParameterServerStrategy` make calls; open it with `with` on all tasks.
+    """Schedule calls on the workers of a `ParameterServerStrategy`.
 
-    The chief coordinates, or worker 0 where there is none; the other workers make the calls, inside
-    the strategy's scope, one at a time. They and the ps tasks call `serve`.
+    Open it with `with` on all tasks. The chief, or worker 0 without a chief, is the coordinator.
+    The other workers run the calls inside the strategy's scope, one at a time. Workers and ps tasks
+    call `serve`.
 
     Args:
-        strategy: asynchronous. *Collective* over all tasks.
+        strategy: asynchronous strategy. *Collective* over all tasks.
 
     Raises:
-        ValueError: the strategy is synchronous, or there is no worker beside the coordinator; on
-            all tasks.
-        FailedPreconditionError: the strategy has a coordinator; on all tasks.
+        ValueError: the strategy is synchronous, or the coordinator is the only worker; on all
+            tasks.
+        FailedPreconditionError: the strategy already has a coordinator; on all tasks.
 
     Attributes:
-        coordinates: whether this is the task that schedules.
+        coordinates: whether this task is the coordinator.
     """
 
     def __init__(self, strategy: ParameterServerStrategy) -> None:
@@ -103,21 +105,22 @@ class ClusterCoordinator:
         self.coordinates = self._rank == self._chief
         self._queue = ClosureQueue()
         self._datasets = 0
-        self._lost: dict[int, str] = {}  # worker -> why
+        self._lost: dict[int, str] = {}  # worker -> reason
         self._lock = threading.Lock()
         ranks = ProcessGroup(cluster.comm)
         ranks.run_then_agree("ClusterCoordinator", self._check)
         if self._rank in self._workers:
             number = self._workers.index(self._rank)
+            # Registered before the agreement below: the coordinator may send calls after it.
             context = InputContext(len(self._workers), number, len(strategy.devices))
             _sides[strategy.shared_name, self._rank] = _Side(strategy, context)
         if self.coordinates:
-            strategy.leave()  # it computes no gradients
+            strategy.leave()  # the coordinator computes no gradients
         ranks.agree("ClusterCoordinator")
+        # One thread per worker, because each waits for the call that its worker runs. All workers
+        # are registered by now.
         self._threads = [
-            threading.Thread(
-                target=self._drive, args=(worker,), name=f"coordinator-{worker}", daemon=True
-            )
+            _WorkerThread(self._queue, partial(self._drive, worker), worker)
             for worker in (self._workers if self.coordinates else ())
         ]
         for thread in self._threads:
@@ -143,23 +146,25 @@ class ClusterCoordinator:
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> RemoteValue:
-        """Let a worker call `fn(*args, **kwargs)`; does not wait.
+        """Queue the call `fn(*args, **kwargs)` for a worker, without waiting for it.
 
         Args:
-            fn: at the top of a module, or its name, such as "package.module:function". It finds the
-                strategy by `strategies.get_strategy()`, and variables in `strategy.variables`.
-            args: what `Task.submit` takes; in place of a `PerWorkerDataset` or `PerWorkerIterator`
-                the function gets that of its worker. Arrays must not change before the call ends.
-            kwargs: the same by name.
+            fn: function at the top level of a module, or its name, "package.module:function". It
+                gets the strategy from `strategies.get_strategy()`, and variables from
+                `strategy.variables`.
+            args: positional arguments of the types that `Task.submit` accepts. A `PerWorkerDataset`
+                or `PerWorkerIterator` is replaced by the worker's own. Arrays must not change
+                before the call ends.
+            kwargs: keyword arguments of the same types.
 
         Returns:
-            Where the result will be.
+            Handle of the future result.
 
         Raises:
-            ValueError: the function has no name by which workers can import it, or an argument is
-                the result of another call.
-            Exception: an earlier call's error, once.
-            UnavailableError: no worker is left.
+            ValueError: workers cannot import the function by name, or an argument is the result of
+                another call.
+            Exception: error of an earlier call, raised once.
+            UnavailableError: all workers are lost.
         """
         self._require()
         name = name_of(fn, "schedule")
@@ -169,6 +174,7 @@ class ClusterCoordinator:
                 "schedule: an argument is the result of a call, expected its value: result.fetch()"
             )
         own = {
+            # Datasets stay on the workers, so only their numbers and makers are sent.
             key: [value.number, value.maker, isinstance(value, PerWorkerIterator)]
             for key, value in given.items()
             if isinstance(value, (PerWorkerDataset, PerWorkerIterator))
@@ -182,8 +188,9 @@ class ClusterCoordinator:
 
         closure = Closure(call)
         self._queue.put(closure)
-        if len(self._lost) == len(self._workers):  # nobody would ever take it
+        if len(self._lost) == len(self._workers):  # no thread is left to run the call
             self._queue.fail_all(self._all_lost())
+            # `wait` raises the error that `fail_all` has recorded.
             self._queue.wait()
         return closure.result
 
@@ -192,26 +199,26 @@ class ClusterCoordinator:
         return UnavailableError(f"no worker is left ({listed}): start again from a checkpoint")
 
     def join(self, timeout: float | None = None) -> None:
-        """Wait until all calls have been made.
+        """Wait until all calls have finished.
 
         Args:
-            timeout: seconds to wait; None for any time.
+            timeout: seconds to wait; None for no limit.
 
         Raises:
-            Exception: the first error of a call, once; calls that were not begun are cancelled.
-            UnavailableError: a ps is lost, or all workers are.
-            DeadlineExceededError: not all were made in time.
+            Exception: first error of a call, raised once; queued calls are cancelled.
+            UnavailableError: a ps is lost, or all workers are lost.
+            DeadlineExceededError: calls are unfinished after the timeout.
         """
         self._require()
         self._queue.wait(timeout)
 
     def done(self) -> bool:
-        """Tell whether all calls have been made; raises errors as `join`."""
+        """Return whether all calls have finished; raises the errors of `join`."""
         self._require()
         return self._queue.done()
 
     def fetch(self, value: Any, timeout: float | None = None) -> Any:
-        """Return a structure with the values of all `RemoteValue` in it, for which this waits."""
+        """Return a structure with every `RemoteValue` replaced by its value, waiting as needed."""
         return map_leaves(
             lambda leaf: leaf.fetch(timeout) if isinstance(leaf, RemoteValue) else leaf, value
         )
@@ -219,28 +226,29 @@ class ClusterCoordinator:
     def create_per_worker_dataset(
         self, dataset_fn: Callable[[InputContext], Any] | str
     ) -> PerWorkerDataset:
-        """Let each worker make batches of its own, when a call first needs them.
+        """Return a dataset that each worker creates when a call first needs it.
 
         Args:
-            dataset_fn: at the top of a module, or its name; called with an `InputContext`. What it
-                raises is raised by the calls that need its batches.
+            dataset_fn: function at the top level of a module, or its name; called with an
+                `InputContext`. Calls that need the batches raise its errors.
         """
         self._require()
         self._datasets += 1
         return PerWorkerDataset(self._datasets, name_of(dataset_fn, "create_per_worker_dataset"))
 
     def serve(self, timeout: float | None = None) -> None:
-        """On workers and ps tasks: make calls until the coordinator has left.
+        """Run calls on workers and ps tasks until the coordinator has left.
 
         Args:
-            timeout: seconds to wait for that; None for any time.
+            timeout: seconds to wait; None for no limit.
 
         Raises:
             UnavailableError: the coordinator is lost.
-            DeadlineExceededError: it has not left in time.
+            DeadlineExceededError: the coordinator has not left within the timeout.
         """
         if self.coordinates:
             raise FailedPreconditionError("serve: this is the coordinator, expected another task")
+        # A pool of threads runs the calls meanwhile; this thread only waits.
         why = self._strategy.service.departures([self._chief], timeout)[self._chief]
         if why is not None:
             raise UnavailableError(
@@ -248,9 +256,10 @@ class ClusterCoordinator:
             )
 
     def close(self) -> None:
-        """Make no more calls; those that have begun are awaited. Harmless when repeated."""
+        """Wait for running calls, and cancel queued calls. Harmless when repeated."""
         self._queue.close("the coordinator is closed")
         for thread in self._threads:
+            # A running call may still change variables, so its end is awaited.
             thread.join()
         _sides.pop((self._strategy.shared_name, self._rank), None)
 
@@ -271,51 +280,72 @@ class ClusterCoordinator:
             )
 
     def _drive(self, worker: int) -> None:
-        """Give calls to one worker, until it is lost or there will be no more."""
+        """Run calls on one worker until it is lost or the queue is closed."""
         while (closure := self._queue.get()) is not None:
             try:
                 value = closure.call(worker)
             except UnavailableError as error:
-                if isinstance(error.__cause__, RemoteTraceback):  # the call's own: a ps is lost
+                if isinstance(error.__cause__, RemoteTraceback):  # raised by the call: a ps is lost
+                    # Another worker would not reach the ps either, so the call is not repeated.
                     self._queue.fail(closure, error)
                     continue
                 log.warning("coordinator: a call is made again: %s", error)
+                # First, so that another worker can take the call while this one is silent.
                 self._queue.put_back(closure)
                 if not self._is_back(worker):
                     self._lose(worker, error)
                     return
             except BaseException as error:
+                # Includes SystemExit of a call, which must not end this thread.
                 self._queue.fail(closure, error)
             else:
                 self._queue.finish(closure, value)
 
     def _is_back(self, worker: int) -> bool:
-        """Wait until a silent worker answers; False if it is dead."""
+        """Wait until a silent worker answers; return False if it is dead."""
         while not self._queue.closed:
             try:
                 future = Task(self._strategy.service, worker).submit(_ping)
             except Exception:
                 return False
-            while not self._queue.closed:
-                with contextlib.suppress(LateError, UnavailableError):
-                    return bool(future.result(_LOOK_EVERY))
-                if future.done():
-                    break
+            # In slices, to notice that the queue was closed. A silent worker may answer much later.
+            while not (self._queue.closed or wait([future], _LOOK_EVERY).done):
+                pass
+            if future.done() and not isinstance(error := future.exception(), UnavailableError):
+                # Returned, not raised: `CancelledError` of a closed service would end this thread
+                # with an error, which aborts the job.
+                return error is None
         return False
 
     def _lose(self, worker: int, error: UnavailableError) -> None:
         with self._lock:
             self._lost[worker] = error.message
+            # Under the lock, so that only the thread of the last worker fails the calls.
             none_left = len(self._lost) == len(self._workers)
         if none_left:
             self._queue.fail_all(self._all_lost())
 
 
-# On the workers.
+class _WorkerThread(extend.BackgroundThread):
+    """Thread of the coordinator that runs calls on one worker."""
+
+    def __init__(self, queue: ClosureQueue, drive: Callable[[], None], worker: int) -> None:
+        super().__init__(f"coordinator-{worker}")
+        self._queue = queue
+        self._drive = drive
+
+    def _run(self) -> None:
+        self._drive()
+
+    def _wake(self) -> None:
+        self._queue.close("the program has ended")
+
+
+# Worker side.
 
 
 class _Side:
-    """What a worker keeps for the calls that it makes."""
+    """State of a worker between calls."""
 
     def __init__(self, strategy: ParameterServerStrategy, context: InputContext) -> None:
         self._strategy = strategy
@@ -327,20 +357,23 @@ class _Side:
     def call(
         self, name: str, given: Mapping[int | str, Any], own: Mapping[int | str, Sequence[Any]]
     ) -> Any:
-        """Make a call.
+        """Run a call.
 
         Args:
-            name: of the function.
+            name: name of the function.
             given: arguments by position or name.
-            own: [number, maker, whether an iterator] of those that the worker has itself.
+            own: position or name -> (number, maker, whether an iterator) of per-worker arguments.
         """
+        # After a silence, the coordinator may send a call while an earlier one is still running.
         with self._busy, self._strategy.scope():
             known = {**given, **{key: self._own_dataset(*what) for key, what in own.items()}}
+            # Positional arguments have integers as keys, keyword arguments names.
             arguments = [known[key] for key in sorted(k for k in known if isinstance(k, int))]
             named = {key: value for key, value in known.items() if isinstance(key, str)}
             try:
                 return function_named(name)(*arguments, **named)
             except StopIteration as error:
+                # As in TensorFlow; a StopIteration could end a loop of the coordinator silently.
                 raise OutOfRangeError("next: this worker has no more batches") from error
 
     def _own_dataset(self, number: int, maker: str, iterator: bool) -> Any:
@@ -350,19 +383,20 @@ class _Side:
         if not iterator:
             return self._datasets[number]
         if number not in self._iterators:
+            # Kept between calls, so that the next call continues with the next batch.
             self._iterators[number] = iter(self._datasets[number])
         return self._iterators[number]
 
 
 _sides: dict[tuple[str, int], _Side] = {}
-"""(name of the strategy, rank) -> the worker of this process; tests have several."""
+"""(strategy name, rank) -> worker of this process; tests have several."""
 
 
 def _perform(shared_name: str, worker: int, *call: Any) -> Any:
-    """Make a call on this worker; see `_Side.call`."""
+    """Run a call on this worker; see `_Side.call`."""
     return _sides[shared_name, worker].call(*call)
 
 
 def _ping() -> bool:
-    """Answer."""
+    """Return True, as a sign of life."""
     return True

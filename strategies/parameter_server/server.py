@@ -1,29 +1,23 @@
-"""Server side of the parameter server: variables and updates of one ps task.
+"""Server side of the parameter server: the schedule of updates on one ps task.
 
-Requests come in by the service's thread and are worked off by a thread of the shard, one after the
-other, so that what a worker gets is never half of an update. `PartStorage` are what is updated;
-here is when, and by whose gradients.
+A `GroupServer` holds the variables. This module decides when gradients update them::
 
-::
-
-    asynchronous   push --> judge --> update --> answer: new values
-    synchronous    push --> wait until all workers have pushed --> mean --> update --> answer to all
+    asynchronous   push --> judge --> update --> reply: new values
+    synchronous    push --> wait until all workers have pushed --> mean --> update --> reply to all
     warming up     push of the chief as above; of another worker: wait until the chief has made its
-                   steps, then answer: new values; a gradient of older ones is dropped
+                   steps, then reply: new values; a gradient of older values is dropped
 
-A worker is a *member* from its `join`, a request that is never answered, until that is given up:
-because the worker has left, or is dead.
+A worker is a *member* from its `join`, a request without a reply, until that request is undone
+because the worker has left or died.
 """
 
 from __future__ import annotations
 
 import logging
 from collections.abc import Callable, Mapping, Sequence
-from concurrent.futures import ThreadPoolExecutor
+from dataclasses import astuple
 from functools import partial
-from typing import Any, NamedTuple
-
-import numpy.typing as npt
+from typing import NamedTuple
 
 from strategies.core import gradient_sums
 from strategies.core.sparse import Gradient
@@ -35,379 +29,305 @@ from strategies.errors import (
     OpError,
     UnavailableError,
 )
-from strategies.optimizers import Optimizer
-from strategies.parameter_server.part_storage import PartStorage
-from strategies.parameter_server.staleness import Decision, StalenessRule, StalenessTracker
-from strategies.parameter_server.state_io import ServerState
+from strategies.parameter_server.options import TrainingOptions
+from strategies.parameter_server.staleness import Decision, StalenessTracker
 from strategies.rpc.registry import ResourceType, register_type
 from strategies.rpc.server_requests import ServerRequest
+from strategies.variables.group_server import GroupServer
+from strategies.variables.variable_group import VariableState
 
-__all__ = ["PARAMETERS", "ServerOptions", "ParameterServer"]
+__all__ = ["PARAMETERS", "ParameterServer"]
 
 log = logging.getLogger(__name__)
 
 
-class ServerOptions(NamedTuple):
-    """How a shard is to be trained, equal on all ps tasks.
-
-    Attributes:
-        optimizer: of which each variable gets a copy of its own; None if each is given one.
-        synchronous: whether an update takes the mean of all workers' gradients.
-        staleness: what becomes of stale gradients.
-        warmup_steps: updates that the chief makes alone at first.
-        rate_scale: what the learning rate is multiplied by after the warm-up.
-        chief: rank of the chief.
-    """
-
-    optimizer: Optimizer | None
-    synchronous: bool
-    staleness: StalenessRule
-    warmup_steps: int
-    rate_scale: float
-    chief: int
-
-
 class _Push(NamedTuple):
-    """Gradients of one worker.
-
-    Attributes:
-        examples: how many rows they are the mean of; None if that is not told.
-        gradients: number of the part -> gradient.
-        rates: number of the part -> learning rate, where the worker says which.
-    """
+    """Gradients of one worker, and its own learning rates if any, by number of the part."""
 
     work: ServerRequest
     worker: int
     version: int
-    examples: int | None
+    examples: int | None  # rows that the gradients average; None if unknown
     gradients: dict[int, Gradient]
     rates: dict[int, float]
 
 
 class ParameterServer:
-    """What one ps task holds.
+    """Update schedule of the variables of one ps task.
 
     Args:
-        name: in messages.
+        name: name in messages.
+
+    Attributes:
+        values: server of the variables.
     """
 
     def __init__(self, name: str) -> None:
         self.name = name
-        self._rules: ServerOptions | None = None
-        self._parts = PartStorage(name)
-        self._ledger = StalenessTracker()
+        self.values = GroupServer(name)
+        self._group = self.values.group
+        self._options: TrainingOptions | None = None
+        self._tracker = StalenessTracker()
+        # Only the thread of the variables uses the state below, so it needs no lock.
         self._members: dict[int, ServerRequest] = {}  # worker -> its `join`
         self._waiting: dict[int, _Push] = {}  # worker -> its push in this round
-        self._held: list[_Push] = []  # until the warm-up is over
-        self._warm_at: int | None = None  # version at which it was over
-        self._before = 0  # updates that a checkpoint has brought
-        self._line = ThreadPoolExecutor(1, thread_name_prefix=name)
+        self._held: list[_Push] = []  # pushes that wait for the end of the warm-up
+        self._warm_at: int | None = None  # version at the end of the warm-up; None before
 
-    def prepare(self, rules: ServerOptions) -> None:
-        """Say how this is trained; before any worker joins.
+    def prepare(self, options: TrainingOptions) -> None:
+        """Set the training options, before any worker joins.
 
         Raises:
-            FailedPreconditionError: that has been said.
+            FailedPreconditionError: the options were already set.
         """
-        if self._rules is not None:
+        if self._options is not None:
             raise FailedPreconditionError(
                 f"ParameterServerStrategy: this name is taken, expected a new one, got "
                 f"{self.name!r}; give each strategy of a cluster its own shared_name="
             )
-        self._rules = rules
-        self._ledger = StalenessTracker(rules.staleness)
-        self._warm_at = None if rules.warmup_steps else 0
-
-    def add(
-        self,
-        name: str,
-        value: npt.NDArray[Any] | Callable[[], npt.NDArray[Any]],
-        *,
-        optimizer: Optimizer | None = None,
-        resident: bool = True,
-    ) -> None:
-        """Add a variable; before anybody asks for it.
-
-        Args:
-            name: in messages.
-            value: shape (...), copied; or a function that makes it.
-            optimizer: of this variable, which gets a copy; that of the rules if None.
-            resident: whether workers hold a copy, which every answer brings up to date.
-        """
-        own = optimizer or self.rules.optimizer
-        self._line.submit(self._parts.add, name, value, own, resident=resident).result()
+        self._options = options
+        self._tracker = StalenessTracker(options.staleness)
+        # Without a warm-up it ends at version 0, so that no gradient is early.
+        self._warm_at = None if options.warmup_steps else 0
 
     @property
-    def rules(self) -> ServerOptions:
-        """What `prepare` has said."""
-        assert self._rules is not None
-        return self._rules
+    def options(self) -> TrainingOptions:
+        """Options from `prepare`."""
+        assert self._options is not None
+        return self._options
 
-    def serve(
-        self, work: ServerRequest, request: Callable[[ParameterServer, ServerRequest], None]
-    ) -> None:
-        """Let the shard's thread answer a request, when it comes to it."""
+    def load_own(self, states: Mapping[str, VariableState], updates: int) -> None:
+        """Restore the result of `GroupServer.own_state`."""
 
-        def answer() -> None:
-            try:
-                request(self, work)
-            except Exception as error:
-                work.fail(error)
+        def load() -> None:
+            self._group.load(states, updates)
+            self._after_load()
 
-        # Said at once: it may have to end before its turn. What ends it comes after it in line.
-        work.wait(
-            lambda error: self._defer(lambda: self._end(work, error), lambda: None),
-            lambda: self._defer(lambda: self._end(work), lambda: None),
-        )
-        self._defer(answer, lambda: work.fail(CancelledError(f"{self.name}: it was discarded")))
+        # Between two requests, so that no worker sees half of the state.
+        self.values.run(load)
+
+    def serve(self, work: ServerRequest, request: Callable[[ServerRequest], None]) -> None:
+        """Queue a request for the thread of the variables."""
+        # `_end` runs when the request is withdrawn or its worker is lost, for pushes and for
+        # `join`.
+        self.values.serve(work, request, partial(self._end, work))
 
     def close(self) -> None:
-        """Fail all that waits, and end the threads."""
+        """Fail all waiting requests and stop the threads."""
         gone = CancelledError(f"{self.name}: the ps task has discarded its variables")
 
         def end() -> None:
-            for push in (*self._waiting.values(), *self._held):
+            for push in self._pushes():
                 push.work.fail(gone)
-            self._waiting.clear()
-            self._held.clear()
-            self._parts.close()
 
-        self._defer(end, end)
-        self._line.shutdown(wait=False)
+        self.values.close(end)
 
-    def _defer(self, function: Callable[[], object], instead: Callable[[], object]) -> None:
-        try:
-            self._line.submit(function)
-        except RuntimeError:  # it is closed
-            instead()
-
-    # What follows runs in the shard's thread alone.
+    # All methods below run in the thread of the variables.
 
     def join(self, work: ServerRequest) -> None:
-        """Count a worker in until its request ends."""
+        """Add a worker as a member until its request ends."""
+        # Without a reply: the open request is the membership, and ends with its worker.
         self._members[work.arguments["worker"]] = work
 
-    def _on_leave(self, worker: int) -> None:
-        log.info("%s: worker on task %d has left", self.name, worker)
-        del self._members[worker]
-        # One of its threads may wait for gradients that it has pushed while another one left.
-        pushes = [push for push in (*self._waiting.values(), *self._held) if push.worker == worker]
-        for push in pushes:
-            push.work.fail(
-                FailedPreconditionError(
-                    f"push: the worker has left before its gradients were applied, which nobody "
-                    f"will do now (worker: task {worker})"
-                )
-            )
-            self._withdraw(push.work)
-        self._resume()
+    def _pushes(self) -> list[_Push]:
+        """Return the waiting pushes."""
+        return [*self._waiting.values(), *self._held]
 
     def push(self, work: ServerRequest) -> None:
-        """Take the gradients of a worker; answered with new values.
+        """Handle the gradients of a worker; the reply contains new values.
 
         Raises:
-            UnavailableError: the worker is not a member any more: nobody would wait for it.
-            ValueError: they do not fit.
+            UnavailableError: the worker is not a member any more, so that updates would not wait
+                for it.
+            ValueError: the gradients do not fit.
         """
+        # All gradients are checked first: a push changes all variables of this ps or none.
         push = self._check(work)
         if push.worker not in self._members:
+            # After a silence longer than the service's timeout, its `join` was undone: rounds do
+            # not wait for it any more.
             raise UnavailableError(
                 f"push: this ps counts the worker as gone, expected one of tasks "
                 f"{sorted(self._members)}, got task {push.worker} ({self.name})"
             )
         if push.worker in self._waiting:
+            # A second thread of the worker would replace the gradients of the first.
             raise InvalidArgumentError(
                 f"push: this worker's last gradients still wait for those of others (worker: task "
                 f"{push.worker})"
             )
-        early = push.worker != self.rules.chief and (
+        # Gradients of values from before the end of the warm-up are held, and then dropped.
+        early = push.worker != self.options.chief and (
             self._warm_at is None or push.version < self._warm_at
         )
-        if early or self.rules.synchronous:
-            if early:
-                self._held.append(push)
-            else:
-                self._waiting[push.worker] = push
-            self._resume()
-            return
-        if push.examples == 0:
-            self._reply(push, Decision(self._ledger.version - push.version, 0.0))
-            return
-        decision = self._ledger.weigh(push.worker, push.version)
-        if decision.weight:
-            self._update(push.gradients, push.rates, decision.weight)
-        self._reply(push, decision)
+        if early:
+            self._held.append(push)
+        elif self.options.synchronous:
+            # Held until `_resume` sees that the round is complete.
+            self._waiting[push.worker] = push
+        elif push.examples == 0:
+            # A gradient of no rows changes nothing and is not recorded.
+            self._reply(push, Decision(self._staleness(push), 0.0))
+        else:
+            decision = self._weigh(push)
+            if decision.weight:
+                factor = decision.weight * self._rate_scale
+                self._group.update(push.gradients, push.rates, factor)
+            self._reply(push, decision)
         self._resume()
 
     def _check(self, work: ServerRequest) -> _Push:
-        """Look at all gradients before the first variable is changed."""
+        """Check all gradients before the first variable changes."""
         told = work.arguments
-        given, rates = self._parts.gradients(told, work.values)
-        if not 0 <= told["version"] <= self._ledger.version:
+        given, rates = self._group.gradients(told, work.values)
+        # A worker can only have a version that this ps has sent.
+        if not 0 <= told["version"] <= self._group.version:
             raise InvalidArgumentError(
-                f"push: no such version, expected 0 .. {self._ledger.version}, got "
+                f"push: no such version, expected 0 .. {self._group.version}, got "
                 f"{told['version']} (worker: task {told['worker']})"
             )
         return _Push(work, told["worker"], told["version"], told["examples"], given, rates)
 
     def _resume(self) -> None:
-        """Make the update of a round that is complete, and let go who waits for the warm-up."""
-        chief = self.rules.chief
+        """Update if the round is complete, and release held pushes after the warm-up."""
+        chief = self.options.chief
+        # During the warm-up a round consists of the chief alone, later of all members: it does not
+        # wait for workers that have left.
         expected = {chief} if self._warm_at is None else self._members.keys()
         if self._waiting and expected <= self._waiting.keys():
-            round_ = [self._waiting[worker] for worker in sorted(self._waiting)]
+            # In rank order, so that the sum does not depend on the order of arrival.
+            round_ = [push for _, push in sorted(self._waiting.items())]
+            # Before the update, so that an error cannot leave the round waiting for ever.
             self._waiting.clear()
             try:
                 self._update_together(round_)
-            except Exception as error:  # everybody's, not only that of the last one
+            except Exception as error:  # for all workers of the round, not only the last
                 for push in round_:
                     push.work.fail(error)
-        version = self._ledger.version
         if self._warm_at is None:
-            if self._updates < self.rules.warmup_steps and chief in self._members:
+            # The warm-up also ends when the chief leaves.
+            if self._group.updates < self.options.warmup_steps and chief in self._members:
                 return
-            self._warm_at = version
-        if self._held:
-            held, self._held = self._held, []
-            for push in held:
-                late = Decision(version - push.version, 0.0)
-                self._reply(push, self._ledger.record(push.worker, late))
+            # Gradients of older values were computed without the warm-up, and are dropped below.
+            self._warm_at = self._group.version
+        # Replies may let a worker push again, so the list is taken first.
+        held, self._held = self._held, []
+        for push in held:
+            late = Decision(self._staleness(push), 0.0)
+            self._reply(push, self._tracker.record(push.worker, late))
 
     def _update_together(self, pushes: Sequence[_Push]) -> None:
-        """Update by the mean of all workers' gradients, and answer all of them."""
+        """Update by the mean of all workers' gradients, and reply to all."""
         weights = gradient_sums.weights([push.examples for push in pushes], "workers")
+        # Gradients of no rows take part in the round, but not in the mean.
         useful = [(p, w) for p, w in zip(pushes, weights, strict=True) if w]
-        decisions = {p.worker: self._ledger.weigh(p.worker, p.version) for p, _ in useful}
+        # Before the update, which changes the version and with it the staleness.
+        decisions = {p.worker: self._weigh(p) for p, _ in useful}
         useful = [(p, w) for p, w in useful if decisions[p.worker].weight]
         if useful:
             rates: dict[int, float] = {}
-            for push, _ in reversed(useful):  # so that those of the first worker count
+            for push, _ in reversed(useful):  # the first worker's rates override the rest
                 rates |= push.rates
-            self._update(self._parts.means([(p.gradients, w) for p, w in useful]), rates)
+            means = self._group.means([(p.gradients, w) for p, w in useful])
+            self._group.update(means, rates, self._rate_scale)
         for push in pushes:
+            # Every worker of the round gets the new values, also one whose gradients were dropped.
             self._reply(push, decisions.get(push.worker, Decision(0, 0.0)))
 
-    def _update(
-        self, given: Mapping[int, Gradient], rates: Mapping[int, float], factor: float = 1.0
-    ) -> None:
-        """Change variables by their gradients."""
-        if self._warm_at is not None:
-            factor *= self.rules.rate_scale
-        self._parts.update(given, rates, factor, self._ledger.version + 1)
-        self._ledger.version += 1
-
     @property
-    def _updates(self) -> int:
-        """How many there have been, also before the checkpoint from which training goes on."""
-        return self._before + self._ledger.version
+    def _rate_scale(self) -> float:
+        # The chief alone trains at the optimizer's own rate, whatever the number of workers.
+        return 1.0 if self._warm_at is None else self.options.rate_scale
+
+    def _staleness(self, push: _Push) -> int:
+        return self._group.version - push.version
+
+    def _weigh(self, push: _Push) -> Decision:
+        return self._tracker.weigh(push.worker, self._staleness(push))
 
     def _reply(self, push: _Push, decision: Decision) -> None:
-        self._answer(push.work, staleness=decision.staleness, weight=decision.weight)
-
-    def _answer(self, work: ServerRequest, **facts: Any) -> None:
-        """Answer with what the copies of a worker lack, as `Client` reads it."""
-        told = work.arguments
-        values, counts = self._parts.updates_since(told["version"], told.get("values_as"))
-        work.reply(values, version=self._ledger.version, frames=counts, **facts)
+        try:
+            self.values.pull(push.work, staleness=decision.staleness, weight=decision.weight)
+        except Exception as error:  # the other pushes of the round still need their replies
+            push.work.fail(error)
 
     def _end(self, work: ServerRequest, error: OpError | None = None) -> None:
-        """End a request if it waits: with an error, or because nobody wants an answer."""
+        """End a waiting request, with an error or, for None, without a reply."""
         if error is not None:
-            work.fail(self._explain(work, error))  # does nothing if it was answered
+            work.fail(self._explain(work, error))  # no effect after a reply
         self._withdraw(work)
+        # The end of a `join` request removes the member.
         for worker in [w for w, membership in self._members.items() if membership is work]:
-            self._on_leave(worker)
+            log.info("%s: worker on task %d has left", self.name, worker)
+            del self._members[worker]
+            # One thread of the worker may still wait for its push while another thread left.
+            for push in [push for push in self._pushes() if push.worker == worker]:
+                push.work.fail(
+                    FailedPreconditionError(
+                        "push: the worker has left before its gradients were applied (worker: "
+                        f"task {worker})"
+                    )
+                )
+                self._withdraw(push.work)
+            # The round may be complete without this worker.
+            self._resume()
 
     def _withdraw(self, work: ServerRequest) -> None:
-        """Forget the gradients that came with a request, if they still wait."""
+        """Drop the gradients of a request if they are still waiting."""
         self._waiting = {w: push for w, push in self._waiting.items() if push.work is not work}
         self._held = [push for push in self._held if push.work is not work]
 
     def _explain(self, work: ServerRequest, error: OpError) -> OpError:
-        """Say what a request has waited for until its time was over."""
+        """Add to a deadline error the condition that the request waited for."""
         if any(push.work is work for push in self._held):
-            why = f"the chief has made {self._updates} of {self.rules.warmup_steps} warm-up updates"
+            done, wanted = self._group.updates, self.options.warmup_steps
+            why = f"the chief has made {done} of {wanted} warm-up updates"
         elif any(push.work is work for push in self._waiting.values()):
             missing = sorted(self._members.keys() - self._waiting.keys())
-            why = f"no gradients have come from tasks {missing}"
+            why = f"no gradients from tasks {missing}"
         else:
             return error
         return DeadlineExceededError(f"{error.message}; {why}")
 
-    def pull(self, work: ServerRequest) -> None:
-        """Answer with what is new of all resident variables."""
-        self._answer(work)
-
-    def rows(self, work: ServerRequest) -> None:
-        """Answer with some rows of a variable."""
-        told = work.arguments
-        work.reply([self._parts.rows(told["part"], work.values[0], told.get("values_as"))])
-
-    def assign(self, work: ServerRequest) -> None:
-        """Let a variable take another value."""
-        self._parts.assign(work.arguments["part"], work.values[0], self._ledger.version)
-        work.reply()
-
     def report(self, work: ServerRequest) -> None:
-        """Answer with what came of every worker's gradients."""
-        records = [
-            [worker, r.applied, r.dropped, r.total_staleness, r.most_staleness]
-            for worker, r in sorted(self._ledger.records.items())
-        ]
-        work.reply(version=self._updates, records=records, members=sorted(self._members))
-
-    def state(self, work: ServerRequest) -> None:
-        """Answer with all that a checkpoint keeps."""
-        states = self._parts.states().values()
-        arrays = [array for held in states for array in held.arrays.values()]
-        parts = [[held.counts, list(held.arrays)] for held in states]
-        work.reply(arrays, parts=parts, updates=self._updates)
-
-    def own_state(self) -> tuple[dict[str, ServerState], int]:
-        """Return name of a part -> its state, as views, and the number of updates."""
-        return self._line.submit(lambda: (self._parts.states(), self._updates)).result()
-
-    def load_own(self, states: Mapping[str, ServerState], updates: int) -> None:
-        """Go on from what `own_state` has returned."""
-        self._line.submit(self._go_on_from, states, updates).result()
+        """Reply with statistics of every worker's gradients."""
+        records = [[worker, *astuple(r)] for worker, r in sorted(self._tracker.records.items())]
+        work.reply(version=self._group.updates, records=records, members=sorted(self._members))
 
     def load(self, work: ServerRequest) -> None:
-        """Go on from what `state` has answered."""
+        """Restore a state; see `GroupServer.load`."""
         if self._waiting:
+            # Their gradients were computed from values that would no longer exist.
             raise FailedPreconditionError(
                 f"load_state_dict: gradients wait to be applied, expected none before the state is "
                 f"loaded, got those of tasks {sorted(self._waiting)}"
             )
-        told = work.arguments
-        values = iter(work.values)
-        states = {
-            name: ServerState(counts, {kind: next(values) for kind in kinds})
-            for name, (counts, kinds) in zip(self._parts.names(), told["parts"], strict=True)
-        }
-        self._go_on_from(states, told["updates"])
-        work.reply()
+        self.values.load(work)
+        self._after_load()
 
-    def _go_on_from(self, states: Mapping[str, ServerState], updates: int) -> None:
-        self._parts.load(states, self._ledger.version)
-        self._before = updates - self._ledger.version
-        if self._updates < self.rules.warmup_steps:
+    def _after_load(self) -> None:
+        if self._group.updates < self.options.warmup_steps:
+            # A state from within the warm-up continues it.
             self._warm_at = None
         self._resume()
 
 
-_OPERATIONS = ("assign", "join", "load", "pull", "push", "report", "rows", "state")
+# Operations of `GroupServer`, and of this class.
+_VALUES = ("assign", "pull", "rows", "state")
+_TRAINING = ("join", "load", "push", "report")
 
 
-def _serve(operation: str, shard: ParameterServer, work: ServerRequest) -> None:
-    shard.serve(work, getattr(ParameterServer, operation))
+def _serve(operation: str, server: ParameterServer, work: ServerRequest) -> None:
+    server.serve(work, getattr(server.values if operation in _VALUES else server, operation))
 
 
 PARAMETERS = register_type(
     ResourceType(
         "Parameters",
         lambda description, name: ParameterServer(name),
-        lambda shard, description: None,
-        {operation: partial(_serve, operation) for operation in _OPERATIONS},
+        # Any description fits: the options are compared among all tasks when the strategy is made.
+        lambda server, description: None,
+        {operation: partial(_serve, operation) for operation in (*_VALUES, *_TRAINING)},
         ParameterServer.close,
     )
 )

@@ -1,13 +1,13 @@
 """Staleness policy of pushed gradients, and statistics per worker.
 
-A *version* counts the updates of some variables. A gradient belongs to the version that its worker
-computed with; its *staleness* is the number of updates since then::
+A *version* counts the updates of a ps task's variables. The *staleness* of a gradient is the number
+of updates since the version from which its worker computed the gradient::
 
     version        7         8         9
     worker 1    pull --------|---------|---- push: staleness 2
     worker 2                push      push
 
-With N workers that take turns it is N - 1. In synchronous training it is 0.
+With N workers that take turns the staleness is N - 1. In synchronous training it is 0.
 """
 
 from __future__ import annotations
@@ -30,7 +30,7 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Drop:
-    """Leave out gradients that are too stale.
+    """Drop gradients that are too stale.
 
     Attributes:
         most: largest staleness that is applied, >= 0.
@@ -52,7 +52,7 @@ StalenessRule: TypeAlias = "Drop | Scale | None"
 
 
 def weight(rule: StalenessRule, staleness: int) -> float:
-    """Return what the learning rate is multiplied by; 0 if the gradient is left out.
+    """Return the factor of the learning rate; 0 drops the gradient.
 
     Example:
         >>> weight(None, 3), weight(Drop(2), 3), weight(Drop(3), 3), weight(Scale(), 3)
@@ -66,7 +66,7 @@ def weight(rule: StalenessRule, staleness: int) -> float:
 
 
 class Decision(NamedTuple):
-    """What becomes of one gradient: its staleness, and its weight, which is 0 if it is dropped."""
+    """Decision about one gradient: its staleness, and its weight; weight 0 drops the gradient."""
 
     staleness: int
     weight: float
@@ -74,13 +74,13 @@ class Decision(NamedTuple):
 
 @dataclass(frozen=True)
 class WorkerStats:
-    """What came of the gradients of one worker.
+    """Statistics of the gradients of one worker.
 
     Attributes:
-        applied: how many were applied.
-        dropped: how many were left out.
-        total_staleness: sum over those applied.
-        most_staleness: the largest among those applied.
+        applied: number of applied gradients.
+        dropped: number of dropped gradients.
+        total_staleness: sum over the applied gradients.
+        most_staleness: maximum over the applied gradients.
     """
 
     applied: int = 0
@@ -90,13 +90,14 @@ class WorkerStats:
 
     @property
     def mean_staleness(self) -> float:
-        """Mean over the gradients that were applied; 0 if there are none."""
+        """Mean over the applied gradients; 0 without any."""
         return self.total_staleness / self.applied if self.applied else 0.0
 
     def after(self, decision: Decision) -> WorkerStats:
-        """Return the record with one more gradient."""
+        """Return the statistics with one more gradient."""
         staleness = decision.staleness
         return self + (
+            # Dropped gradients do not count in the mean staleness.
             WorkerStats(1, 0, staleness, staleness) if decision.weight else WorkerStats(0, 1)
         )
 
@@ -110,36 +111,24 @@ class WorkerStats:
 
 
 class StalenessTracker:
-    """Counts updates, and judges gradients by them.
+    """Decide about gradients, and keep statistics per worker.
 
     Args:
-        rule: what becomes of stale gradients.
+        rule: treatment of stale gradients.
 
     Attributes:
-        version: number of updates so far.
-        records: worker -> what came of its gradients.
+        records: worker -> statistics of its gradients.
     """
 
     def __init__(self, rule: StalenessRule = None) -> None:
-        self.rule = rule
-        self.version = 0
         self.records: dict[int, WorkerStats] = {}
+        self._rule = rule
 
-    def weigh(self, worker: int, version: int) -> Decision:
-        """Decide about a gradient that a worker computed with some version, and note it.
-
-        Raises:
-            ValueError: the version is none that has been.
-        """
-        staleness = self.version - version
-        if not 0 <= staleness <= self.version:
-            raise ValueError(
-                f"push: no such version, expected 0 .. {self.version}, got {version} "
-                f"(worker: task {worker})"
-            )
-        return self.record(worker, Decision(staleness, weight(self.rule, staleness)))
+    def weigh(self, worker: int, staleness: int) -> Decision:
+        """Decide about a gradient of a worker, and record the decision."""
+        return self.record(worker, Decision(staleness, weight(self._rule, staleness)))
 
     def record(self, worker: int, decision: Decision) -> Decision:
-        """Write a decision down."""
+        """Record a decision."""
         self.records[worker] = self.records.get(worker, WorkerStats()).after(decision)
         return decision

@@ -4,97 +4,62 @@
 
     variable/w                  the variable                                 its shape
     optimizer/momentum/w        a slot of its optimizer                      its shape
-    optimizer/step/w            how often each part of it was updated        (number of parts,)
-    updates                     of each ps                                   (number of ps tasks,)
+    optimizer/step/w            number of updates of each part               (number of parts,)
+    updates                     number of updates of each ps                 (number of ps tasks,)
 
-What was saved with some number of ps tasks and parts goes on with another one as well. Arrays are
-joined and cut again; of counts that differ among parts or ps tasks, the largest holds for all.
+A state can be restored with other numbers of ps tasks and parts. Arrays are concatenated and split
+again. If the numbers of parts or ps tasks differ, all counts become the largest saved count.
 """
 
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
 
+import collectives as cc
+from collectives import extend
 from strategies.checkpoint.boxes import Slice
 from strategies.parameter_server.variable import ServedVariable
-from strategies.variables.stored_variable import StoredVariable
+from strategies.variables.variable_group import VALUE, VariableState
 
 __all__ = [
-    "ServerState",
+    "check_same_updates",
     "divided",
     "is_large",
     "joined",
-    "load",
     "own_states",
     "slices",
-    "state_of",
 ]
 
 Array = npt.NDArray[Any]
 
-_VALUE = "value"  # stands where the name of a slot stands, for the variable itself
 _UPDATES = "updates"
 
 
-class ServerState(NamedTuple):
-    """What a checkpoint keeps of a part.
-
-    Attributes:
-        counts: "step", the updates so far, and what else the optimizer counts.
-        arrays: "value" and name of each slot -> array, of the part's shape.
-    """
-
-    counts: dict[str, int]
-    arrays: dict[str, Array]
-
-
-def state_of(part: StoredVariable) -> ServerState:
-    """Return all of a part, as it is now."""
-    assert part.optimizer is not None
-    found = ServerState({}, {_VALUE: part.view()})
-    for key, entry in part.optimizer.state_dict().items():
-        kind = key.removesuffix(f"/{part.name}")
-        (found.arrays if isinstance(entry, np.ndarray) else found.counts)[kind] = entry
-    return found
-
-
-def load(part: StoredVariable, state: ServerState) -> None:
-    """Let a part go on from a state.
-
-    Raises:
-        ValueError: it belongs to another optimizer.
-    """
-    assert part.optimizer is not None
-    entries: dict[str, Any] = {**state.counts, **state.arrays}
-    value = entries.pop(_VALUE)
-    part.optimizer.load_state_dict(
-        {kind if kind == "step" else f"{kind}/{part.name}": entries[kind] for kind in entries}
-    )
-    part.writable(keep=False)[...] = value
-
-
 def joined(
-    variables: Iterable[ServedVariable], states: Mapping[str, ServerState], updates: Sequence[int]
+    variables: Iterable[ServedVariable], states: Mapping[str, VariableState], updates: Sequence[int]
 ) -> dict[str, Array]:
-    """Return named arrays.
+    """Return the state as named arrays.
 
     Args:
-        variables: whose state it is.
-        states: name of a part -> its state.
-        updates: of each ps.
+        variables: variables of the state.
+        states: name of a part -> state.
+        updates: number of updates of each ps.
     """
     result = {_UPDATES: np.array(updates, np.int64)}
     for variable in variables:
         parts = [states[part.name] for part in variable.parts]
+        # All parts have the same optimizer, so the first one names the slots.
         for kind in parts[0].arrays:
             pieces = [part.arrays[kind] for part in parts]
+            # One part is returned in the memory of its message.
             whole = pieces[0] if len(pieces) == 1 else np.concatenate(pieces)
             result[_key(kind, variable.name)] = whole
         for kind in parts[0].counts:
+            # Counts per part, because parts are updated on different ps tasks.
             counts = [part.counts[kind] for part in parts]
             result[_key(kind, variable.name)] = np.array(counts, np.int64)
     return result
@@ -103,36 +68,29 @@ def joined(
 def divided(
     saved: Mapping[str, npt.ArrayLike],
     variables: Iterable[ServedVariable],
-    like: Mapping[str, ServerState],
+    like: Mapping[str, VariableState],
     servers: int,
-) -> tuple[dict[str, ServerState], list[int]]:
-    """Return what each part takes, and the updates of each ps.
+) -> tuple[dict[str, VariableState], list[int]]:
+    """Return the state of each part, and the number of updates of each ps.
 
     Args:
-        saved: what `joined` has given.
-        variables: whose state it is to be.
-        like: name of a part -> its state now.
-        servers: how many ps tasks there are.
+        saved: result of `joined`.
+        variables: variables to restore.
+        like: name of a part -> current state.
+        servers: number of ps tasks.
 
     Raises:
         ValueError: a name is missing or unknown, or a shape or a dtype does not fit.
     """
+    # Entries that are used are removed, so that unknown names remain.
     rest = {name: np.asarray(value) for name, value in saved.items()}
     updates = _counts(_take(rest, _UPDATES), servers, _UPDATES)
-    states: dict[str, ServerState] = {}
+    states: dict[str, VariableState] = {}
     for variable in variables:
-        kinds = like[variable.parts[0].name]
-        arrays = {}
-        for kind, now in kinds.arrays.items():
-            name = _key(kind, variable.name)
-            arrays[kind] = _check_fit(_take(rest, name), variable.shape, now.dtype, name)
-        counts = {}
-        for kind in kinds.counts:
-            name = _key(kind, variable.name)
-            counts[kind] = _counts(_take(rest, name), len(variable.parts), name)
+        arrays, counts = _take_state(rest, variable, like[variable.parts[0].name], variable.shape)
         pieces = {kind: variable.pieces(array) for kind, array in arrays.items()}
         for number, part in enumerate(variable.parts):
-            states[part.name] = ServerState(
+            states[part.name] = VariableState(
                 {kind: counts[kind][number] for kind in counts},
                 {kind: pieces[kind][number] for kind in pieces},
             )
@@ -146,38 +104,64 @@ def divided(
 
 def slices(
     variables: Iterable[ServedVariable],
-    states: Mapping[str, ServerState],
+    states: Mapping[str, VariableState],
     server: int,
     servers: int,
     updates: int,
 ) -> dict[str, Slice]:
-    """Return what one ps holds of what `joined` gives; see `ParameterServerStrategy.state_slices`.
+    """Return one ps's slices of `joined`; see `ParameterServerStrategy.state_slices`.
 
     Args:
-        variables: whose state it is.
-        states: name of each part there -> its state.
+        variables: variables of the state.
+        states: name -> state of each part on the ps.
         server: index of the ps.
-        servers: how many there are.
-        updates: of the ps.
+        servers: number of ps tasks.
+        updates: number of updates of the ps.
 
     Raises:
-        ValueError: a ps has several parts of one variable: a slice is one box.
+        ValueError: the ps has several parts of one variable: a slice is one box.
     """
     result = {_UPDATES: Slice(np.array([updates], np.int64), (server,), (servers,))}
     for variable, number in _own_parts(variables, states):
         state = states[variable.parts[number].name]
+        # Parts are cut along the first axis alone.
         start = (variable.offsets[number],) + (0,) * (len(variable.shape) - 1)
         for kind, array in state.arrays.items():
             where = start if variable.shape else ()
             result[_key(kind, variable.name)] = Slice(array, where, variable.shape)
         for kind, count in state.counts.items():
+            # Like a variable of one number per part, so that a sharded checkpoint can store it.
             one, whole = np.array([count], np.int64), (len(variable.parts),)
             result[_key(kind, variable.name)] = Slice(one, (number,), whole)
     return result
 
 
+def check_same_updates(comm: cc.Communicator, updates: int | None) -> None:
+    """Check that all ps tasks have made the same number of updates; *collective* over all tasks.
+
+    Args:
+        comm: all tasks.
+        updates: number of updates of this ps; None excludes this task.
+
+    Raises:
+        MismatchError: the numbers differ; on all tasks.
+    """
+    told = enumerate(comm.allgather_object(updates))
+    by_rank = [(rank, count) for rank, count in told if count is not None]
+    if len({count for _, count in by_rank}) > 1:
+        counts = ", ".join(
+            f"{count} on {extend.describe_ranks(comm, rank)}" for rank, count in by_rank
+        )
+        error = cc.MismatchError(
+            f"state_slices: ps tasks are in different steps, expected no training meanwhile, got "
+            f"updates {counts}"
+        )
+        raise extend.collective_error(comm, error)
+
+
 def is_large(name: str, part: Slice) -> bool:
-    """Whether this is a variable or a slot with rows, of which a task reads its own only."""
+    """Return whether this is a variable or slot with rows, read in parts; False for counts."""
+    # Counts are small, and each part needs one number of them, so they are read whole.
     counts = name == _UPDATES or name.startswith(("optimizer/step/", "optimizer/updates/"))
     return bool(part.shape) and not counts
 
@@ -185,11 +169,11 @@ def is_large(name: str, part: Slice) -> bool:
 def own_states(
     given: Mapping[str, npt.ArrayLike],
     variables: Iterable[ServedVariable],
-    like: Mapping[str, ServerState],
+    like: Mapping[str, VariableState],
     server: int,
     servers: int,
-) -> tuple[dict[str, ServerState], int]:
-    """Return the state of each part of one ps, and its updates, from what `slices` has named.
+) -> tuple[dict[str, VariableState], int]:
+    """Return the state of each part of one ps, and its number of updates, from named arrays.
 
     Raises:
         ValueError: a name is missing, or a shape or a dtype does not fit.
@@ -199,21 +183,17 @@ def own_states(
     states = {}
     for variable, number in _own_parts(variables, like):
         part = variable.parts[number].name
-        arrays, counts = {}, {}
-        for kind, now in like[part].arrays.items():
-            name = _key(kind, variable.name)
-            arrays[kind] = _check_fit(_take(rest, name), now.shape, now.dtype, name)
-        for kind in like[part].counts:
-            name = _key(kind, variable.name)
-            counts[kind] = _counts(_take(rest, name), len(variable.parts), name)[number]
-        states[part] = ServerState(counts, arrays)
+        shape = like[part].arrays[VALUE].shape
+        arrays, counts = _take_state(rest, variable, like[part], shape)
+        # Counts are those of all parts, arrays only those of this ps.
+        states[part] = VariableState({kind: counts[kind][number] for kind in counts}, arrays)
     return states, updates
 
 
 def _own_parts(
-    variables: Iterable[ServedVariable], states: Mapping[str, ServerState]
+    variables: Iterable[ServedVariable], states: Mapping[str, VariableState]
 ) -> Iterator[tuple[ServedVariable, int]]:
-    """Yield the variables of which a ps has a part, and the number of it."""
+    """Yield each variable with a part on this ps, and the number of the part."""
     for variable in variables:
         found = [n for n, part in enumerate(variable.parts) if part.name in states]
         if len(found) > 1:
@@ -225,29 +205,44 @@ def _own_parts(
 
 
 def _key(kind: str, variable: str) -> str:
-    return f"variable/{variable}" if kind == _VALUE else f"optimizer/{kind}/{variable}"
+    return f"variable/{variable}" if kind == VALUE else f"optimizer/{kind}/{variable}"
+
+
+def _take_state(
+    rest: dict[str, Array], variable: ServedVariable, like: VariableState, shape: tuple[int, ...]
+) -> tuple[dict[str, Array], dict[str, list[int]]]:
+    """Remove a variable's entries: return arrays of this shape, and the counts of each part."""
+    arrays, counts = {}, {}
+    for kind, now in like.arrays.items():
+        name = _key(kind, variable.name)
+        array = arrays[kind] = _take(rest, name)
+        if (array.shape, array.dtype) != (shape, now.dtype):
+            raise ValueError(
+                f"load_state_dict: an array does not fit, expected {now.dtype} of shape {shape}, "
+                f"got {array.dtype} of shape {array.shape} (name: {name})"
+            )
+    for kind in like.counts:
+        name = _key(kind, variable.name)
+        counts[kind] = _counts(_take(rest, name), len(variable.parts), name)
+    return arrays, counts
 
 
 def _take(rest: dict[str, Array], name: str) -> Array:
     if name not in rest:
-        raise ValueError(f"load_state_dict: a name is missing, expected {name!r}")
+        raise ValueError(
+            f"load_state_dict: the state has no {name!r}, expected that of a strategy with the "
+            "same variables and optimizer"
+        )
     return rest.pop(name)
 
 
-def _check_fit(array: Array, shape: tuple[int, ...], dtype: Any, name: str) -> Array:
-    if (array.shape, array.dtype) != (shape, dtype):
-        raise ValueError(
-            f"load_state_dict: an array does not fit, expected {dtype} of shape {shape}, got "
-            f"{array.dtype} of shape {array.shape} (name: {name})"
-        )
-    return array
-
-
 def _counts(array: Array, number: int, name: str) -> list[int]:
-    """Return counts for `number` parts or tasks, from those of as many or of others."""
+    """Return `number` counts: the saved ones, or their maximum if the number differs."""
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu" or array.min() < 0:
         raise ValueError(
             f"load_state_dict: bad counts, expected integers >= 0 of shape (n,), got {array.dtype} "
             f"of shape {array.shape} (name: {name})"
         )
+    # With other parts, a count cannot be assigned to a part. The maximum keeps schedules and bias
+    # corrections from going back.
     return [int(n) for n in array] if array.size == number else [int(array.max())] * number

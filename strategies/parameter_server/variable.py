@@ -1,7 +1,7 @@
 """Variables on ps tasks: parts, placement and cached copies.
 
-A variable is one *part* on one task, or is cut along its first axis as `variables.partition` says.
-Workers compute with copies.
+A variable is one *part* on one task, or is partitioned along its first axis; see
+`variables.partition`. Workers compute with copies.
 """
 
 from __future__ import annotations
@@ -14,6 +14,7 @@ import numpy as np
 import numpy.typing as npt
 
 from strategies.cluster.scopes import PlacementRequest
+from strategies.optimizers import Optimizer
 from strategies.replicas.context import ReplicaStrategy
 from strategies.replicas.replica_view import ReplicaView
 from strategies.variables import partition
@@ -25,11 +26,11 @@ Array = npt.NDArray[Any]
 
 
 class Part(NamedTuple):
-    """Some rows of a variable, or all of it.
+    """A range of rows of a variable, or the whole variable.
 
     Attributes:
-        name: of the variable, or `name/part_2`.
-        task: index of the ps task where it is.
+        name: name of the variable, or `name/part_2`.
+        task: index of the ps task.
     """
 
     name: str
@@ -39,10 +40,11 @@ class Part(NamedTuple):
 def number_of_parts(
     name: str, shape: tuple[int, ...], dtype: Any, partitioner: Partitioner | None
 ) -> int:
-    """Return into how many parts a variable is cut.
+    """Return the number of parts of a variable.
 
     Raises:
-        ValueError: the partitioner's answer is not a number for each axis, 1 but for the first.
+        ValueError: the partitioner does not return one number per axis, or splits another axis than
+            the first.
     """
     if partitioner is None or not shape:
         return 1
@@ -53,11 +55,12 @@ def number_of_parts(
             f"variable: bad answer of the partitioner, expected {len(shape)} numbers that are 1 "
             f"but for the first, got {counts} (variable: {name})"
         )
+    # No more parts than rows, but one part for a variable without rows.
     return max(1, min(int(counts[0]), shape[0]))
 
 
 def offsets(shape: tuple[int, ...], count: int) -> tuple[int, ...]:
-    """Return where so many parts begin, and where the last one ends."""
+    """Return the first row of each of `count` parts, and the end of the last part."""
     return partition.offsets(shape, [count, *[1] * (len(shape) - 1)])
 
 
@@ -68,14 +71,14 @@ def parts_of(
     count: int,
     choice: Callable[[PlacementRequest], int],
 ) -> list[Part]:
-    """Give each part of a variable a task.
+    """Place the parts of a variable on tasks.
 
     Args:
-        name: of the variable, as are shape and dtype.
-        shape: all of its sizes.
-        dtype: what `choice` is told.
-        count: into how many parts it is cut.
-        choice: index of the task for something.
+        name: name of the variable.
+        shape: shape of the whole.
+        dtype: dtype, passed to `choice`.
+        count: number of parts.
+        choice: returns the index of the ps task for a placement request.
 
     Example:
         >>> parts_of("w", (5, 2), "f4", 2, lambda thing: thing.shape[0])
@@ -93,39 +96,40 @@ def parts_of(
 
 
 class Owner(ReplicaStrategy, Protocol):
-    """What a variable asks of the strategy that made it."""
+    """Interface of the strategy that a variable uses."""
 
     def assign(self, variable: ServedVariable, value: npt.ArrayLike) -> None:
-        """Let a variable take another value on its ps tasks, and in the copy here."""
+        """Set the value of a variable on its ps tasks and in the local copy."""
 
 
 class ServedVariable:
-    """A variable of a `ParameterServerStrategy`: parts of it on ps tasks, and here a copy.
+    """A variable of a `ParameterServerStrategy`: parts on ps tasks, and a local copy.
 
     Args:
-        name: of the variable.
-        shape: of the whole.
-        dtype: of the whole.
-        parts: where it is.
-        strategy: that made it.
-        value: what it starts from, if there is a copy here.
-        seen: makes of it what replicas compute with.
+        name: name of the variable.
+        shape: shape of the whole.
+        dtype: dtype of the whole.
+        parts: parts and their tasks.
+        strategy: strategy of the variable.
+        value: initial value of the local copy; None without a copy.
+        seen: converts the copy for replicas.
 
     Attributes:
-        name: as in checkpoints and errors.
-        parts: where it is.
-        offsets: the first row of each part, and the row after the last one.
-        shape: of the value.
-        dtype: of the value.
-        strategy: that made it.
-        resident: whether there is a copy here.
-        seen: as given.
-        learning_rate: with which this worker's gradients are applied, such as that of a schedule
-            of its own; None for that of the optimizer. Of several workers that make an update
-            together, the first one's counts.
-        is_copy: that `value` is one, which is not to be changed.
-        in_place: whether new rows are written into the copy that is there, as into the parameters
-            of a model, which all see it change.
+        name: name in checkpoints and errors.
+        parts: parts and their tasks.
+        offsets: first row of each part, and the end of the last part.
+        shape: shape of the value.
+        dtype: dtype of the value.
+        strategy: strategy of the variable.
+        resident: whether this task has a copy.
+        optimizer: optimizer whose copies on the ps tasks update the variable.
+        seen: converts the copy for replicas.
+        learning_rate: learning rate of this worker's gradients, such as from its own schedule; None
+            uses the optimizer's. If several workers contribute to an update, the first worker's
+            rate is used.
+        is_copy: True: `value` is a copy that must not be changed.
+        in_place: whether new rows are written into the existing copy, so that a model that shares
+            its memory sees them.
     """
 
     is_copy = True
@@ -147,6 +151,7 @@ class ServedVariable:
         self.offsets = offsets(self.shape, len(parts))
         self.strategy = strategy
         self.resident = value is not None
+        self.optimizer: Optimizer | None = None
         self.learning_rate: float | None = None
         self.in_place = False
         self.seen = seen or ReplicaView(None)
@@ -157,16 +162,17 @@ class ServedVariable:
 
     def __array__(self, dtype: Any = None, copy: bool | None = None) -> Array:
         value = self.local
-        if copy is None:  # which NumPy 1 does not know
+        if copy is None:  # NumPy 1 rejects None
             return np.asarray(value, dtype=dtype)
         return np.array(value, dtype=dtype, copy=copy)
 
     @property
     def value(self) -> Any:
-        """The copy of this task: as of the last `pull` or `apply_gradients`.
+        """Copy on this task, as of the last `pull` or `apply_gradients`.
 
-        Of the library of the initial value, on the device of the replica that asks; the same array
-        until there are newer values. One of NumPy is read-only; others are not to be changed.
+        It is an array of the initial value's library, on the device of the current replica. The
+        same array is returned until newer values arrive. Do not change it; NumPy arrays are
+        read-only.
 
         Raises:
             ValueError: the variable is not resident.
@@ -175,7 +181,7 @@ class ServedVariable:
 
     @property
     def local(self) -> Array:
-        """The memory of that copy. The next `pull` or `apply_gradients` puts another in its place.
+        """Array of the copy; the next `pull` or `apply_gradients` replaces it.
 
         Raises:
             ValueError: the variable is not resident.
@@ -189,25 +195,26 @@ class ServedVariable:
 
     @property
     def components(self) -> tuple[Any, ...]:
-        """The array, as for variables of other strategies."""
+        """The array, as a tuple for compatibility with variables of other strategies."""
         return (self.value,)
 
     def pieces(self, array: Array) -> list[Array]:
-        """Return what of an array of its shape lies in each part, as views."""
+        """Return the piece of an array for each part, as views."""
         return partition.pieces(array, self.offsets)
 
     def apply_reply(self, value: Array) -> None:
-        """Let the copy be this array, which nobody else changes any more."""
+        """Replace the copy by an array that does not change any more."""
         self._value = value
 
     def refresh(self, news: Sequence[Sequence[Array]]) -> None:
-        """Let the copy be what is new of each part: nothing, all of it, or indices and rows.
+        """Update the copy with the news of each part: none, the whole part, or indices and rows.
 
-        Where only rows are new, the array that was shown so far stays as it is, unless the variable
-        is renewed in place.
+        With rows, earlier results of `local` stay unchanged unless `in_place` is set.
         """
+        # Whole parts from every ps: no row of the old copy is needed.
         if all(len(new) == 1 for new in news):
             parts = [new[0] for new in news]
+            # One part is used in the memory of its message, without a copy.
             self.apply_reply(parts[0] if len(parts) == 1 else np.concatenate(parts))
         elif any(news):
             kept = self.in_place and self.local.flags.writeable
@@ -216,16 +223,16 @@ class ServedVariable:
                 if len(new) == 1:
                     whole[first:last] = new[0]
                 elif new:
+                    # Indices of a part start at its first row.
                     whole[first + new[0]] = new[1]
-            self.apply_reply(
-                whole[:]
-            )  # another object, so that those who convert it see that it is new
+            # A new array object, so that `seen` does not reuse its last conversion.
+            self.apply_reply(whole[:])
 
     def assign(self, value: npt.ArrayLike) -> None:
-        """Let the variable take another value on its ps tasks, and in the copy here.
+        """Set the value on the ps tasks and in the local copy.
 
         Raises:
-            ValueError: it has another shape.
+            ValueError: the shape differs.
             UnavailableError: a ps task cannot be reached.
         """
         self.strategy.assign(self, value)

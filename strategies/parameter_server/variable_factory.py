@@ -2,8 +2,8 @@
 
 ::
 
-    initial value   the chief's, sent to all tasks; each ps takes its rows
-    initializer     each ps makes its rows, and nobody else any
+    initial value   broadcast from the chief to all tasks; each ps keeps its rows
+    initializer     each ps creates its own rows only
 """
 
 from __future__ import annotations
@@ -34,7 +34,7 @@ from strategies.variables import partition
 from strategies.variables.array_input import take_ownership
 from strategies.variables.partition import Partitioner
 
-__all__ = ["VariableFactory", "VariableSpec", "refuse_no_optimizer", "wanted"]
+__all__ = ["VariableFactory", "VariableSpec", "wanted"]
 
 Array = npt.NDArray[Any]
 Initializer = Callable[..., npt.ArrayLike]
@@ -42,16 +42,16 @@ Piece = Array | Callable[[], Array]
 
 
 class VariableSpec(NamedTuple):
-    """A variable as its maker describes it.
+    """Description of a variable to create.
 
     Attributes:
-        name: of it.
-        shape: of the whole.
-        dtype: of the whole.
-        number: of the parts into which it is cut.
-        value: what this task would have it start from; None if there is an initializer.
+        name: name of the variable.
+        shape: shape of the whole.
+        dtype: dtype of the whole.
+        number: number of parts.
+        value: initial value on this task; None with an initializer.
         initializer: (first row, last row, shape, dtype) -> rows.
-        seen: makes of it what replicas compute with.
+        seen: converts the copy for replicas.
     """
 
     name: str
@@ -63,10 +63,10 @@ class VariableSpec(NamedTuple):
     seen: ReplicaView
 
     def rows(self, first: int, last: int) -> Array:
-        """Return some rows, as the initializer makes them, in memory that nobody else has.
+        """Return rows from the initializer, in memory without other references.
 
         Raises:
-            ValueError: it makes others than these.
+            ValueError: the initializer returns rows of the wrong shape.
         """
         rows = take_ownership(
             lambda: to_host(self.initializer(first, last, self.shape, self.dtype)), self.dtype
@@ -76,13 +76,13 @@ class VariableSpec(NamedTuple):
 
 
 class VariableFactory:
-    """Makes the variables of a strategy; all tasks call it alike.
+    """Create the variables of a strategy; *collective*: all tasks make the same calls.
 
     Args:
-        cluster: of the tasks.
-        ranks: all of them.
-        shard: what this ps holds, if it is one.
-        variables: name -> variable, those that are there.
+        cluster: cluster of the tasks.
+        ranks: all tasks.
+        shard: parameter server of this task, on ps tasks.
+        variables: name -> existing variable.
         choice: `PlacementRequest` -> index of the ps for a part.
     """
 
@@ -108,25 +108,29 @@ class VariableFactory:
         """Agree on a new variable; *collective*.
 
         Args:
-            strategy: whose it is.
-            name: of it.
-            described: looks at what this task was given.
+            strategy: strategy of the variable.
+            name: name of the variable.
+            described: returns the description from this task's arguments.
             resident: whether workers have a copy.
 
         Returns:
-            The variable, and what each of its parts starts from.
+            The variable, and the initial value of each part.
         """
         call = f"variable {name}"
         wanted = self._ranks.run_then_agree(call, described)
+        # After all tasks have a description: `choice` may count its calls, which must be equal.
         parts = self._ranks.run_then_agree(call, lambda: self._cut_parts(wanted))
+        # Before the broadcast, which requires equal shapes and dtypes.
         self._ranks.agree(f"variable {name} {wanted.dtype} {wanted.shape} {parts} {resident}")
         copy = value = wanted.value
         if value is not None:
             first = value
+            # Replaces the own value on all tasks, also on the chief, by the one that was broadcast.
             copy = value = self._ranks.raise_together(
                 "variable", lambda: self._cluster.comm.broadcast(first, root=self._chief)
             )
         elif resident:
+            # Every task computes its copy, without messages.
             copy = self._ranks.run_then_agree(call, lambda: wanted.rows(0, wanted.shape[0]))
         own = copy if resident else None
         variable = ServedVariable(
@@ -134,6 +138,7 @@ class VariableFactory:
         )
         if value is not None:
             return variable, variable.pieces(value)
+        # Functions rather than arrays: each ps calls only those of its own parts.
         ends = itertools.pairwise(variable.offsets)
         return variable, [partial(wanted.rows, first, last) for first, last in ends]
 
@@ -141,6 +146,7 @@ class VariableFactory:
         """Return the parts of a new variable."""
         name = wanted.name
         parts = parts_of(name, wanted.shape, wanted.dtype, wanted.number, self._choice)
+        # A variable may be named like a part of another one, such as `w/part_0`.
         taken = {part.name for known in self._variables.values() for part in known.parts}
         if both := taken & {part.name for part in parts}:
             raise ValueError(
@@ -152,15 +158,15 @@ class VariableFactory:
     def hold(
         self, variable: ServedVariable, pieces: Sequence[Piece], optimizer: Optimizer | None
     ) -> None:
-        """On a ps: take over its parts of a variable; *collective*.
+        """Store the parts of a variable on their ps tasks; *collective*.
 
-        All of them are made before any ps has one, so that an initializer that fails leaves nothing
-        behind.
+        All parts are created before the first is stored, so that a failing initializer leaves no
+        partial variable.
 
         Args:
             variable: from `make`.
-            pieces: likewise.
-            optimizer: of which each part gets a copy.
+            pieces: from `make`.
+            optimizer: optimizer; each part gets a copy.
         """
         own = self._cluster.comm.rank
         mine = [
@@ -176,31 +182,18 @@ class VariableFactory:
         def take() -> None:
             for name, piece in made:
                 assert self._shard is not None
-                self._shard.add(name, piece, optimizer=optimizer, resident=variable.resident)
+                self._shard.values.add(name, piece, optimizer, resident=variable.resident)
 
+        # No task returns before all parts exist, so that no push arrives too early.
         self._ranks.run_then_agree(f"variable {variable.name} is there", take)
 
 
 def _as_function(piece: Piece) -> Piece:
-    """Return what a part starts from; if it was still to be made, as a function that is done."""
+    """Return the initial value of a part; a computed value as a function that releases it."""
     if not callable(piece):
         return piece
     made = [piece()]
-    return made.pop  # holds it no longer: an update copies what others hold
-
-
-def refuse_no_optimizer(name: str, optimizer: Optimizer | None) -> None:
-    """Refuse a variable of which nobody has said how it is updated.
-
-    Raises:
-        ValueError: this is one.
-    """
-    if optimizer is None:
-        raise ValueError(
-            f"variable: nobody has said how it is updated, expected an optimizer of the strategy "
-            f"or of the variable, or DistributedOptimizer(..., strategy=strategy) before, got none "
-            f"(variable: {name})"
-        )
+    return made.pop  # keeps no reference: with one, the first update would copy the value
 
 
 def wanted(
@@ -210,17 +203,19 @@ def wanted(
     shape: Sequence[int] | None,
     partitioner: Partitioner | None,
 ) -> VariableSpec:
-    """Take in what `ParameterServerStrategy.variable` is given.
+    """Check the arguments of `ParameterServerStrategy.variable`.
 
     Raises:
-        ValueError: the partitioner's answer, or the shape of an initializer, is of no use.
+        ValueError: the result of the partitioner or the shape of an initializer is invalid.
     """
     given: Any = initial_value
+    # By name, so that PyTorch need not be imported.
     of_torch = str(dtype).startswith("torch.")
     kind = str(dtype).removeprefix("torch.") if of_torch else dtype
     value = None
     if shape is None:
         given = given() if callable(given) else given
+        # A copy, so that the variable never shares memory with the caller's array.
         value = np.array(to_host(given), dtype=kind)
         sizes, found = value.shape, value.dtype
     else:
@@ -230,7 +225,7 @@ def wanted(
 
 
 def _checked_shape(initializer: Any, shape: Sequence[int], name: str) -> tuple[int, ...]:
-    """Return the shape that an initializer is to fill."""
+    """Return the shape for an initializer."""
     sizes = tuple(map(operator.index, shape))
     if not callable(initializer) or not sizes or min(sizes) < 0:
         raise ValueError(

@@ -22,29 +22,29 @@ from strategies.queues.store import Array, Columns
 __all__ = ["Components", "Shape"]
 
 Shape: TypeAlias = tuple[int | None, ...]
-"""Sizes of an element's dimensions; None where elements of one queue may differ."""
+"""Sizes of an element's dimensions; None where elements of a queue may differ."""
 
 
 class Components:
-    """The fixed description of a queue's elements, and conversion of values from and to users.
+    """The description of a queue's elements; converts values from and to users.
 
     Args:
         dtypes: one dtype per component, or a single one; `str` and `bytes` for text.
-        shapes: one shape per component, or None when elements may differ in shape.
-        names: one name per component if elements are dicts, else None.
+        shapes: one shape per component; None if elements may differ in shape.
+        names: one name per component if elements are dicts, otherwise None.
         padded: whether a dimension may be None: elements may differ there, and batches are padded.
-        prioritised: whether a component of int64 scalars comes before those of `dtypes`.
+        prioritised: whether to prepend a component of int64 scalars to `dtypes`.
 
     Raises:
-        ValueError: no dtype, lengths that differ, or a shape that is not fully known.
-        TypeError: a dtype that is neither numeric nor `str` or `bytes`.
+        ValueError: no dtype, different lengths, or a shape that is not fully known.
+        TypeError: a dtype is neither numeric nor `str` or `bytes`.
 
     Attributes:
         dtypes: one per component.
         shapes: one per component, or None.
         names: one per component, or None.
-        copies: whether values that a store would keep as they are, as their shapes differ, are
-            copied on entry; not where they leave this process before the call returns.
+        copies: whether values of variable shape, which the store keeps as objects, are copied on
+            entry. Not needed if they leave this process before the call returns.
     """
 
     copies = True
@@ -64,6 +64,7 @@ class Components:
             None if shapes is None else tuple(_as_shape(shape, padded) for shape in shapes)
         )
         if prioritised:
+            # An empty list of dtypes is a queue of priorities alone, whose shape is known.
             if not self.dtypes:
                 self.shapes = ()
             self.dtypes = (np.dtype(np.int64), *self.dtypes)
@@ -80,14 +81,15 @@ class Components:
         if self.names is not None and len(set(self.names)) != len(self.names):
             raise ValueError(f"queue: names must differ, got {self.names}")
         self._prioritised = prioritised
-        # What each component must look like; None for anything.
+        # Required shape of each component; None accepts any.
         self._wanted: list[Shape | None] = list(self.shapes or [None] * len(self.dtypes))
         if prioritised:
+            # A priority is a scalar even if the shapes are unknown.
             self._wanted[0] = ()
-        # Components whose elements differ in shape are kept as objects.
+        # Components of variable shape are stored as objects.
         self._boxed = [shape is None or None in shape for shape in self._wanted]
         self._scalars = [scalar_types(dtype) for dtype in self.dtypes]
-        # What the commonest elements are, a bare scalar or array, needs nothing done to it.
+        # The most common elements, a bare scalar or array of the right dtype, need no conversion.
         alone = len(self.dtypes) == 1 and not self.names and not self._boxed[0]
         self._bare_types = self._scalars[0] if alone and self._wanted == [()] else ()
         self._bare_shape = self._wanted[0] if alone else None
@@ -96,9 +98,10 @@ class Components:
         return len(self.dtypes)
 
     def storage(self) -> tuple[list[np.dtype[Any]], list[tuple[int, ...]]]:
-        """Dtypes and shapes of the arrays that hold rows; unknown shapes are held as objects."""
+        """Return dtypes and shapes of the arrays that hold rows; objects for unknown shapes."""
         objects = np.dtype(object)
         dtypes = [
+            # Text has no fixed size, so it is stored as objects.
             dtype if isinstance(dtype, np.dtype) and not boxed else objects
             for dtype, boxed in zip(self.dtypes, self._boxed, strict=True)
         ]
@@ -107,11 +110,12 @@ class Components:
         return dtypes, [() if boxed else shape for shape, boxed in pairs]
 
     def row(self, values: Any) -> tuple[Any, ...]:
-        """Check one element and return it as one value per component.
+        """Check one element and return one value per component.
 
-        Values of unknown shape are copied here; others are copied by the store.
+        Values of unknown shape are copied here; the store copies all others.
         """
         if type(values) is np.ndarray:
+            # The exact type: a subclass, such as a masked array, takes the slow path.
             if values.shape == self._bare_shape and values.dtype == self.dtypes[0]:
                 return (values,)
         elif type(values) in self._bare_types:
@@ -121,12 +125,14 @@ class Components:
             _check_priority("enqueue", parts[0])
         row = []
         for index, part in enumerate(parts):
+            # A value that is ready needs no conversion: the store assigns it to its array.
             dtype, wanted = self.dtypes[index], self._wanted[index]
             if type(part) is np.ndarray:
                 ready = part.dtype == dtype and part.shape == wanted
             elif wanted == ():
                 ready = type(part) in self._scalars[index]
             else:
+                # Stored as an object, so it must have the exact type that `dequeue` returns.
                 ready = wanted is None and type(part) is self._scalars[index][0]
             if ready:
                 row.append(part)
@@ -135,16 +141,18 @@ class Components:
                     "enqueue", index, part, dtype, copy=self.copies and self._boxed[index]
                 )
                 self._check_shape("enqueue", index, array.shape)
+                # [()] turns an array without axes into a scalar, as `dequeue` returns it.
                 row.append(array[()])
         return tuple(row)
 
     def columns(self, values: Any) -> tuple[Columns, int]:
-        """Check several elements; return columns as the store holds them, and their number."""
+        """Check several elements; return their columns in the store's form, and their number."""
         parts = self._split_parts("enqueue_many", values)
         if self._prioritised:
             _check_priority("enqueue_many", parts[0])
         columns: list[Array] = []
         for index, (part, dtype) in enumerate(zip(parts, self.dtypes, strict=True)):
+            # Columns of fixed shape are not copied here, because the store copies them.
             column = as_array(
                 "enqueue_many", index, part, dtype, copy=self.copies and self._boxed[index]
             )
@@ -161,7 +169,7 @@ class Components:
                 )
             wanted = self._wanted[index]
             if column.shape == (0,) and wanted is not None:
-                # An empty list says nothing about the shape of its rows.
+                # An empty list does not contain the shape of its rows.
                 column = column.reshape((0, *(size or 0 for size in wanted)))
             self._check_shape("enqueue_many", index, column.shape[1:])
             columns.append(column)
@@ -170,21 +178,23 @@ class Components:
         return tuple([boxed_rows(column) if boxed else column for column, boxed in pairs]), count
 
     def as_columns(self, row: Sequence[Any]) -> Columns:
-        """One row, in the form of several."""
+        """Return one row in the form of several."""
+        # In the store's form: objects and rows of variable shape stay objects.
         columns = self.empty(1)
         for column, component in zip(columns, row, strict=True):
             column[0] = component
         return columns
 
     def empty(self, count: int) -> Columns:
-        """Columns for `count` rows, as the store holds them, not filled."""
+        """Return uninitialized columns for `count` rows, in the store's form."""
         dtypes, shapes = self.storage()
         pairs = zip(dtypes, shapes, strict=True)
         return tuple([np.empty((count, *shape), dtype) for dtype, shape in pairs])
 
     def join(self, pieces: Sequence[Columns]) -> Columns:
-        """Several batches as one, padded where elements differ; an empty one if there are none."""
+        """Concatenate batches, padded where elements differ; no batches give an empty one."""
         if len(pieces) == 1:
+            # The piece belongs to the caller already, because the store has copied it.
             joined = pieces[0]
         elif not pieces:
             joined = self.empty(0)
@@ -198,13 +208,13 @@ class Components:
         )
 
     def result(self, parts: Sequence[Any]) -> Any:
-        """Return components in the form users see: bare if there is one, a tuple, or a dict."""
+        """Return components in the user's form: bare if there is one, a tuple, or a dict."""
         if self.names is not None:
             return dict(zip(self.names, parts, strict=True))
         return parts[0] if len(parts) == 1 else tuple(parts)
 
     def _split_parts(self, operation: str, values: Any) -> Sequence[Any]:
-        """The parts of what the user gave, one per component."""
+        """Split a value of the user into one part per component."""
         if self.names is not None:
             if not isinstance(values, Mapping):
                 raise ValueError(
@@ -218,6 +228,7 @@ class Components:
                 )
             return [values[name] for name in self.names]
         if isinstance(values, dict):
+            # Otherwise a dict would be taken as the value of the only component.
             raise ValueError(f"{operation}: got a dict, but the queue must have names to take one")
         parts = values if isinstance(values, (list, tuple)) else (values,)
         if len(parts) != len(self.dtypes):
@@ -229,7 +240,7 @@ class Components:
         return parts
 
     def _check_shape(self, operation: str, index: int, shape: tuple[int, ...]) -> None:
-        """Raise unless one element of a component may have this shape."""
+        """Raise unless an element of a component may have this shape."""
         wanted = self._wanted[index]
         if wanted is not None and wanted != shape and not fits(shape, wanted):
             raise InvalidArgumentError(
@@ -249,6 +260,7 @@ def _as_shape(shape: Sequence[int | None], padded: bool) -> Shape:
 
 def _check_priority(operation: str, value: Any) -> None:
     dtype = np.asarray(value).dtype
+    # Arrays must be int64, as in TensorFlow; Python's integers have no size.
     exact = isinstance(value, (np.ndarray, np.generic))
     if dtype != np.int64 and (exact or dtype.kind != "i") and np.size(value):
         raise TypeError(f"{operation}: a priority must be an int64 scalar, got {dtype}")

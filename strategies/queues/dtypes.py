@@ -17,7 +17,7 @@ DType = np.dtype[Any] | type[str] | type[bytes]
 
 
 def dtype_of(values: Any) -> DType:
-    """Return the component dtype that holds `values`, an array or something that becomes one."""
+    """Return the component dtype that holds `values`, an array or array-like."""
     array = np.asarray(values)
     if array.dtype == object and array.size:
         return as_dtype(type(array.flat[0]))
@@ -25,10 +25,10 @@ def dtype_of(values: Any) -> DType:
 
 
 def as_dtype(dtype: Any) -> DType:
-    """Return the component dtype that a user means, in this machine's byte order.
+    """Return the component dtype of an argument, in this machine's byte order.
 
     Raises:
-        TypeError: neither numeric nor text.
+        TypeError: the dtype is neither numeric nor text.
     """
     if dtype in (str, bytes):
         return str if dtype is str else bytes
@@ -37,6 +37,7 @@ def as_dtype(dtype: Any) -> DType:
         return str if known.kind == "U" else bytes
     if not is_numeric(known):
         raise TypeError(f"queue: dtype must be numeric, str or bytes, got {dtype!r}")
+    # The wire format has no byte order.
     native: DType = known.newbyteorder("=")
     return native
 
@@ -44,21 +45,22 @@ def as_dtype(dtype: Any) -> DType:
 def scalar_types(dtype: DType) -> tuple[type, ...]:
     """Return the types of scalars that need no conversion before they are stored in an array.
 
-    The first one needs none before it is stored as an object, either.
+    The first type also needs none before it is stored as an object.
     """
     if not isinstance(dtype, np.dtype):
         return (dtype,)
+    # A Python float is rounded on assignment. A Python int may not fit, so `as_array` checks it.
     return (dtype.type, float) if dtype.kind == "f" else (dtype.type,)
 
 
 def as_array(operation: str, index: int, value: Any, dtype: DType, *, copy: bool = False) -> Array:
-    """Return `value` as an array of a component's dtype, not converted from one kind to another.
+    """Return `value` as an array of a component's dtype, without conversion between kinds.
 
     Args:
-        operation: for errors.
-        index: of the component, for errors.
+        operation: name of the operation, for errors.
+        index: index of the component, for errors.
         value: array, number, text, or nested lists of them.
-        dtype: of the component.
+        dtype: dtype of the component.
         copy: whether the array must not share memory with `value`.
 
     Raises:
@@ -73,14 +75,15 @@ def as_array(operation: str, index: int, value: Any, dtype: DType, *, copy: bool
             f"{operation}: component {index} is not an array: {error}"
         ) from None
     if array.dtype != dtype:
-        # Arrays say what they are; Python's numbers and lists of them take the queue's dtype.
+        # Arrays have a dtype that must match; Python's numbers and lists take the queue's dtype.
         exact = isinstance(value, (np.ndarray, np.generic))
-        whole = array.dtype.kind in "iu" and dtype.kind in "iu"  # whether they fit is seen below
+        whole = array.dtype.kind in "iu" and dtype.kind in "iu"  # the range is checked below
         kind = whole or np.can_cast(array.dtype, dtype, "same_kind")
         if array.size and (exact or not kind):
             raise InvalidArgumentError(
                 f"{operation}: dtype of component {index}, expected {dtype}, got {array.dtype}"
             )
+        # `astype` wraps integers that do not fit; the comparison below detects it.
         converted = array.astype(dtype)
         if dtype.kind in "iu" and not np.array_equal(converted, array):
             raise InvalidArgumentError(
@@ -93,11 +96,12 @@ def as_array(operation: str, index: int, value: Any, dtype: DType, *, copy: bool
 def _as_objects(
     operation: str, index: int, value: Any, dtype: type[str] | type[bytes], *, copy: bool
 ) -> Array:
-    """`value` as an object array whose elements are exactly `str`, or exactly `bytes`."""
+    """Return an object array whose elements are exactly `str`, or exactly `bytes`."""
     array = np.array(value, dtype=object) if copy else np.asarray(value, dtype=object)
     for element in array.flat:
         if type(element) is not dtype:
             if isinstance(element, dtype):  # np.str_ and np.bytes_
+                # `tolist` turns NumPy's text scalars into Python's.
                 return _as_objects(operation, index, np.array(value).tolist(), dtype, copy=copy)
             raise InvalidArgumentError(
                 f"{operation}: dtype of component {index}, expected {dtype.__name__}, "
@@ -108,6 +112,7 @@ def _as_objects(
 
 def boxed_rows(column: Array) -> Array:
     """Return the rows of an array as the elements of an object array."""
+    # Filled row by row: `np.array(rows, object)` would make an array of more axes.
     boxes = np.empty(len(column), object)
     for index, row in enumerate(column):
         boxes[index] = row
@@ -115,13 +120,13 @@ def boxed_rows(column: Array) -> Array:
 
 
 def padded_rows(boxes: Array, shape: tuple[int | None, ...], dtype: DType) -> Array:
-    """Return rows of different sizes as one array, filled up at the end with 0, False or "".
+    """Return rows of different sizes as one array, padded at the end with 0, False or "".
 
     Args:
         boxes: object array of the rows.
-        shape: what their shapes have in common; None for a dimension in which they differ, which
-            becomes the largest of this batch, 0 if there are no rows.
-        dtype: of the rows.
+        shape: common shape of the rows. Dimensions of None get the largest size of this batch, or 0
+            without rows.
+        dtype: dtype of the rows.
     """
     sizes = [
         max((row.shape[axis] for row in boxes), default=0) if size is None else size
@@ -133,5 +138,6 @@ def padded_rows(boxes: Array, shape: tuple[int | None, ...], dtype: DType) -> Ar
         batch = np.full((len(boxes), *sizes), dtype(), object)
     for index, row in enumerate(boxes):
         place: tuple[slice, ...] = tuple(slice(size) for size in row.shape)
+        # Padding goes at the end of every axis, as TensorFlow's `PaddingFIFOQueue` does.
         batch[index][place] = row
     return batch

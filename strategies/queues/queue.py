@@ -12,36 +12,52 @@ from strategies.queues.store import RowStore
 from strategies.rpc.operation import perform
 from strategies.rpc.wait_limits import is_unlimited
 
-__all__ = ["Queue", "RunnerStatus"]
+__all__ = ["Queue", "RunnerStatus", "check_capacity"]
+
+
+def check_capacity(operation: str, capacity: int, *, endless: bool = False) -> None:
+    """Check the capacity of a queue that a source fills.
+
+    Args:
+        operation: beginning of the error.
+        capacity: capacity of the queue.
+        endless: whether the source would fill a queue without limit forever.
+
+    Raises:
+        ValueError: no row could enter, or rows without end.
+    """
+    if capacity == 0 or (endless and capacity < 0):
+        wanted = "at least 1" if endless else "at least 1, or below 0 for no limit"
+        raise ValueError(f"{operation}: bad capacity, expected {wanted}, got {capacity}")
 
 
 @dataclass
 class RunnerStatus:
-    """Status of a `QueueRunner` for its queue, which would otherwise form a reference cycle.
+    """Status of a `QueueRunner`; a separate object avoids a reference cycle with its queue.
 
     Attributes:
-        started: whether a thread of the runner was ever started.
+        started: whether any thread of the runner was started.
     """
 
     started: bool = False
 
 
 class Queue:
-    """What all queues have in common; make one of the kinds of `strategies.queues.queue_types`.
+    """Base of all queues; make one of the kinds of `strategies.queues.queue_types`.
 
-    Values are given and returned per element: bare if there is one component, a tuple if there are
-    several, a dict if the queue has names. A list or tuple that is given holds components. Every
-    blocking method takes `timeout` in seconds, None to wait as long as it takes.
+    Values are passed and returned per element: bare if there is one component, a tuple if there are
+    several, a dict if the queue has names. A list or tuple argument contains components. Every
+    blocking method takes `timeout` in seconds; None waits without limit.
 
     Attributes:
-        name: for errors and threads.
-        capacity: number of elements at which enqueues begin to wait; negative for no limit.
+        name: name for errors and threads.
+        capacity: number of elements at which enqueues start to wait; negative for no limit.
         dtypes: a NumPy dtype, `str` or `bytes` per component.
-        shapes: shape of each component of one element, or None if elements may differ; a size is
-            None where elements may differ and are padded.
+        shapes: shape of each component of one element; None if elements may differ. A size of None
+            means that elements may differ there and are padded.
         names: keys of the elements if they are dicts, or None.
-        components: what elements consist of; checks and converts values.
-        state_machine: for callers that submit attempts instead of waiting in a thread.
+        components: description of the elements, which checks and converts values.
+        state_machine: for callers that submit operations instead of blocking a thread.
         runners: the status of each `QueueRunner` that fills the queue.
     """
 
@@ -60,19 +76,20 @@ class Queue:
         self.dtypes = components.dtypes
         self.shapes = components.shapes
         self.names = components.names
+        # Replaced by a client of the machine if the queue is on another task.
         self.state_machine = QueueStateMachine(
             store, components, capacity=capacity, min_after_dequeue=min_after_dequeue, name=name
         )
         self.runners: list[RunnerStatus] = []
-        self._context = f" (queue: {name}, capacity: {capacity})"  # of errors
+        self._context = f" (queue: {name}, capacity: {capacity})"  # suffix of errors
 
     @staticmethod
     def from_list(index: int, queues: list[Queue]) -> Queue:
-        """Return one of several queues of the same kind of elements.
+        """Return one of several queues with the same kind of elements.
 
         Raises:
-            TypeError: not a list of queues, or their dtypes or names differ.
-            InvalidArgumentError: the index is not in the list.
+            TypeError: the argument is not a list of queues, or their dtypes or names differ.
+            InvalidArgumentError: the index is out of range.
         """
         if (
             not isinstance(queues, list)
@@ -89,15 +106,15 @@ class Queue:
         return queues[index]
 
     def enqueue(self, values: Any, *, timeout: float | None = None) -> None:
-        """Put one element in, waiting while the queue is full.
+        """Add one element; wait while the queue is full.
 
         Args:
-            values: one value per component. Python's numbers and lists take the dtype of the queue,
+            values: one value per component. Python's numbers and lists take the dtype of the queue;
                 arrays must have it.
             timeout: seconds to wait.
 
         Raises:
-            CancelledError: the queue is closed, or is closed meanwhile with cancelling.
+            CancelledError: the queue is closed, or a close cancels the call.
             DeadlineExceededError: still full after `timeout`.
             InvalidArgumentError: a component has another dtype or shape.
             ValueError: wrong number of components or wrong keys.
@@ -106,18 +123,18 @@ class Queue:
         perform(self.state_machine, attempt, "enqueue", timeout, self._context, self._stall_reason)
 
     def enqueue_many(self, values: Any, *, timeout: float | None = None) -> None:
-        """Put several elements in, in order and not mixed with those of other callers.
+        """Add several elements in order, without elements of other callers in between.
 
-        They enter as room appears, so that there may be more than the capacity. None at all is
-        fine, even on a closed queue.
+        Elements are added as space becomes free, so there may be more than the capacity. Zero
+        elements are allowed, even on a closed queue.
 
         Args:
             values: per component an array whose dimension 0 counts the elements.
-            timeout: seconds until all must be in; those that are in by then stay.
+            timeout: seconds until all must be added; elements added by then stay.
 
         Raises:
-            CancelledError: as `enqueue`; elements that are in already stay.
-            DeadlineExceededError: not all in after `timeout`.
+            CancelledError: as `enqueue`; elements added before stay.
+            DeadlineExceededError: not all added after `timeout`.
             InvalidArgumentError: a component has another dtype or shape, or sizes differ.
             ValueError: wrong number of components or wrong keys.
         """
@@ -127,26 +144,26 @@ class Queue:
         )
 
     def dequeue(self, *, timeout: float | None = None) -> Any:
-        """Take one element out, waiting until there is one.
+        """Remove and return one element; wait while the queue is empty.
 
         Returns:
             The element; components of shape () are NumPy scalars or Python's `str` or `bytes`.
 
         Raises:
             OutOfRangeError: the queue is closed and empty.
-            DeadlineExceededError: nothing came within `timeout`.
+            DeadlineExceededError: the queue stayed empty for `timeout`.
         """
         attempt = Dequeue()
         perform(self.state_machine, attempt, "dequeue", timeout, self._context, self._stall_reason)
         return self.components.result(attempt.row)
 
     def dequeue_many(self, count: int, *, timeout: float | None = None) -> Any:
-        """Take several elements out as one batch, in order and not mixed with other callers'.
+        """Remove several elements as one batch, in order and without gaps from other callers.
 
-        They are collected as they come, so that there may be more than the capacity.
+        Elements are collected as they are added, so `count` may be more than the capacity.
 
         Args:
-            count: how many.
+            count: number of elements.
             timeout: seconds to wait.
 
         Returns:
@@ -154,22 +171,22 @@ class Queue:
 
         Raises:
             OutOfRangeError: the queue is closed and has fewer; they can still be dequeued.
-            DeadlineExceededError: fewer came within `timeout`; they go back to the front.
+            DeadlineExceededError: fewer were added within `timeout`; they return to the front.
             InvalidArgumentError: the shapes of the queue are not specified.
             ValueError: a negative count.
         """
         return self._dequeue_batch("dequeue_many", count, timeout, up_to=False)
 
     def dequeue_up_to(self, count: int, *, timeout: float | None = None) -> Any:
-        """As `dequeue_many`, but from a closed queue return the 1 to `count` elements left."""
+        """As `dequeue_many`, but return the last 1 to `count` elements of a closed queue."""
         return self._dequeue_batch("dequeue_up_to", count, timeout, up_to=True)
 
     def close(self, *, cancel_pending_enqueues: bool = False, timeout: float | None = None) -> None:
-        """Say that nothing more will be put in; what is in can still be taken out.
+        """Close the queue for enqueues; its elements can still be dequeued.
 
         Args:
-            cancel_pending_enqueues: fail enqueues and closes that wait, with `CancelledError`, and
-                close at once; may be repeated. Otherwise wait until pending enqueues are in.
+            cancel_pending_enqueues: whether to fail waiting enqueues and closes with
+                `CancelledError` and close at once; may be repeated. Otherwise wait for them.
             timeout: seconds to wait for pending enqueues.
 
         Raises:
@@ -177,19 +194,20 @@ class Queue:
             DeadlineExceededError: enqueues still pending after `timeout`; the queue stays open.
         """
         if cancel_pending_enqueues:
+            # Not an operation in the line: it must overtake the enqueues that it cancels.
             self.state_machine.close_now()
             return
         perform(self.state_machine, Close(), "close", timeout, self._context, self._stall_reason)
 
     def cancel_pending(self) -> None:
-        """Fail all operations that wait, of any thread, with `CancelledError`.
+        """Fail all waiting operations of all threads with `CancelledError`.
 
-        What belongs to a process that ends; the queue stays open and keeps its elements.
+        For the end of the process: the queue stays open and keeps its elements.
         """
         self.state_machine.cancel_pending()
 
     def size(self) -> int:
-        """Return the number of elements that are in; what a waiting dequeue holds is out."""
+        """Return the number of elements, without those that waiting dequeues have collected."""
         return len(self.state_machine)
 
     def is_closed(self) -> bool:
@@ -197,22 +215,24 @@ class Queue:
         return self.state_machine.closed
 
     def _stall_reason(self, operation: str) -> str | None:
-        """Return why an operation may be waiting; None where a long wait is no fault."""
+        """Return why an operation may be waiting; None if a long wait is expected."""
         if operation.startswith("dequeue"):
+            # In pipelines of TensorFlow 1 this mistake looks like a hang, so it gets a hint.
             if any(not runner.started for runner in self.runners):
                 return (
                     "the queue's QueueRunner was not started, expected create_threads(start=True) "
                     "or start_queue_runners([runner])"
                 )
-            why = "too few elements are put in"
+            why = "too few elements are enqueued"
         else:
-            why = "nothing is taken out"
+            why = "nothing is dequeued"
         return None if is_unlimited() else why
 
     def _dequeue_batch(
         self, operation: str, count: int, timeout: float | None, *, up_to: bool
     ) -> Any:
         if self.shapes is None:
+            # Rows of unknown shape cannot be joined into one array.
             raise InvalidArgumentError(
                 f"{operation}: requires a queue with specified shapes (queue: {self.name})"
             )
@@ -220,4 +240,5 @@ class Queue:
             raise ValueError(f"{operation}: count must not be negative, got {count}")
         attempt = Dequeue(count, up_to=up_to)
         perform(self.state_machine, attempt, operation, timeout, self._context, self._stall_reason)
+        # Batches are joined in the caller's thread, not in the one that completes the operation.
         return self.components.result(self.components.join(attempt.pieces or ()))

@@ -1,7 +1,7 @@
 """FIFO, shuffling, padding and priority queues.
 
-Elements are checked and copied on entry, so that a caller may reuse its arrays, and belong to the
-taker when they leave. Waiting, closing and deadlines follow one state machine, see `state_machine`.
+Elements are checked and copied on entry, so a caller may reuse its arrays. Dequeued elements belong
+to the caller. `state_machine` defines waiting, closing and deadlines.
 """
 
 from __future__ import annotations
@@ -25,16 +25,16 @@ class FIFOQueue(Queue):
     """A queue whose elements leave in the order of their arrival.
 
     Args:
-        capacity: number of elements at which enqueues begin to wait; negative for no limit.
+        capacity: number of elements at which enqueues start to wait; negative for no limit.
         dtypes: one per component, or a single one: NumPy dtypes, `str` or `bytes`.
         shapes: shape of each component of one element, such as `[(), (28, 28)]`; None if elements
-            may differ, then they are only dequeued one by one.
-        names: keys of the elements if they are to be dicts.
-        name: for errors and threads; made up if None.
+            may differ, which allows no batches.
+        names: keys of the elements, which are then dicts.
+        name: name for errors and threads; None chooses one.
 
     Raises:
         ValueError: numbers of dtypes, shapes or names differ, or a shape is not fully known.
-        TypeError: a dtype that is neither numeric nor text.
+        TypeError: a dtype is neither numeric nor text.
 
     Example:
         >>> queue = FIFOQueue(3, ["float32", str], [(2,), ()])
@@ -58,18 +58,18 @@ class FIFOQueue(Queue):
 
 
 class RandomShuffleQueue(Queue):
-    """A queue from which each of the elements that are in is equally likely to leave next.
+    """A queue that returns its elements in random order, each with equal probability.
 
     Args:
-        capacity: number of elements at which enqueues begin to wait; negative for no limit.
+        capacity: number of elements at which enqueues start to wait; negative for no limit.
         min_after_dequeue: number of elements that must stay while the queue is open, so that they
             are well mixed.
         dtypes: as for `FIFOQueue`.
         shapes: as for `FIFOQueue`.
         names: as for `FIFOQueue`.
-        seed: of the order; None for a different one each time. The same calls in the same order
-            then give the same elements.
-        name: for errors and threads; made up if None.
+        seed: seed of the order; None for a different one each time. With a seed, the same calls in
+            the same order return the same elements.
+        name: name for errors and threads; None chooses one.
 
     Raises:
         InvalidArgumentError: `min_after_dequeue` is negative, or not less than the capacity.
@@ -88,6 +88,7 @@ class RandomShuffleQueue(Queue):
         seed: int | None = None,
         name: str | None = None,
     ) -> None:
+        # With all rows reserved for mixing, no dequeue of an open queue could succeed.
         if min_after_dequeue < 0 or 0 <= capacity <= min_after_dequeue:
             raise InvalidArgumentError(
                 "RandomShuffleQueue: min_after_dequeue must be at least 0 and less than the "
@@ -107,19 +108,19 @@ class RandomShuffleQueue(Queue):
 
 
 class PaddingFIFOQueue(Queue):
-    """A `FIFOQueue` whose elements may differ in size, and are padded when several are taken.
+    """A `FIFOQueue` whose elements may differ in size; batches are padded.
 
     Args:
-        capacity: number of elements at which enqueues begin to wait; negative for no limit.
+        capacity: number of elements at which enqueues start to wait; negative for no limit.
         dtypes: as for `FIFOQueue`.
-        shapes: shape of each component of one element; None for a dimension whose size may differ.
-            `dequeue_many` fills these up at the end, to the largest of the batch, with 0, False or
-            empty text; `dequeue` returns the element as it is.
+        shapes: shape of each component of one element; None for a dimension of variable size.
+            `dequeue_many` pads these at the end to the largest of the batch, with 0, False or
+            empty text; `dequeue` does not pad.
         names: as for `FIFOQueue`.
-        name: for errors and threads; made up if None.
+        name: name for errors and threads; None chooses one.
 
     Raises:
-        ValueError: as for `FIFOQueue`, or no shapes.
+        ValueError: as for `FIFOQueue`, or `shapes` is None.
         TypeError: as for `FIFOQueue`.
 
     Example:
@@ -142,24 +143,25 @@ class PaddingFIFOQueue(Queue):
     ) -> None:
         if shapes is None:
             raise ValueError("PaddingFIFOQueue: a list of shapes must be provided, got None")
+        # Padding happens when a batch leaves, so rows are stored unpadded.
         components = Components(dtypes, shapes, names, padded=True)
         name = name or f"padding_fifo_queue_{next(_numbers)}"
         super().__init__(FifoRows(*components.storage()), components, capacity=capacity, name=name)
 
 
 class PriorityQueue(Queue):
-    """A queue from which the element with the smallest priority leaves first.
+    """A queue that returns the element with the smallest priority first.
 
-    Elements have one component more than `dtypes` says: the first one is the priority, an int64
-    scalar. Elements of equal priority leave in the order of their arrival. A batch that is waited
-    for collects elements as they come: a smaller priority that comes later is behind in it.
+    Elements have one more component than `dtypes`: the first one is the priority, an int64 scalar.
+    Elements of equal priority leave in the order of their arrival. A waiting batch collects
+    elements as they arrive, so a smaller priority that arrives later is behind in it.
 
     Args:
-        capacity: number of elements at which enqueues begin to wait; negative for no limit.
+        capacity: number of elements at which enqueues start to wait; negative for no limit.
         dtypes: as for `FIFOQueue`, without the priority; may be `()`.
         shapes: as for `FIFOQueue`, without the priority.
         names: as for `FIFOQueue`, with a name for the priority as the first one.
-        name: for errors and threads; made up if None.
+        name: name for errors and threads; None chooses one.
 
     Raises:
         ValueError: as for `FIFOQueue`.

@@ -1,7 +1,7 @@
 """Queues shared by several tasks.
 
-`shared_queue` makes one or finds it. On other tasks it has a `RemoteStateMachine`, which sends
-every attempt to the queue's task, where the functions at the end submit it to the state machine.
+`shared_queue` creates or finds one. On other tasks the queue has a `RemoteStateMachine`, which
+sends each operation to the queue's task. The functions at the end of this module submit it there.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from strategies.queues.queue_types import (
 from strategies.queues.state_machine import Close, Dequeue, Enqueue
 from strategies.rpc.client import Reply
 from strategies.rpc.operation import PendingOperation, RemoteAttempts, serve
-from strategies.rpc.registry import Handler, ResourceType, register_type
+from strategies.rpc.registry import Handler, ResourceType, describe_difference, register_type
 from strategies.rpc.server_requests import ServerRequest
 from strategies.rpc.service import Service
 from strategies.rpc.wire import dtype_named
@@ -37,7 +37,7 @@ _log = logging.getLogger(__name__)
 
 Q = TypeVar("Q", bound=Queue)
 
-# What two constructors must agree in, in the order in which a difference is reported.
+# Properties that all constructors must agree on, in the order of reports.
 _PROPERTIES = ("capacity", "min_after_dequeue", "dtypes", "shapes", "names", "seed")
 
 
@@ -50,35 +50,35 @@ def shared_queue(
     container: str | None = None,
     **properties: Any,
 ) -> Q:
-    """Make a queue that lives on a task, or find it there: whichever task asks first makes it.
+    """Create a queue on a task, or find it there; the first task to call creates it.
 
-    The result is a queue like any other, also on other tasks: the same operations, deadlines and
-    errors. There, besides, every operation may raise `UnavailableError` (the task is dead, has
-    left, or is silent), and after a reset of the container `NotFoundError` or `AbortedError`.
+    The result works like any other queue on all tasks: the same operations, deadlines and errors.
+    On other tasks, operations may also raise `UnavailableError` (the task is dead, has left, or
+    does not respond), and `NotFoundError` or `AbortedError` after a reset of the container.
 
-    A row that is on its way to a task that dies goes back to the queue. One that has arrived there
-    belongs to that task, and is lost with it.
+    If a task dies before a row arrives there, the row returns to the queue. Rows that have arrived
+    are lost with the task.
 
     Args:
         kind: class of the queue, such as `FIFOQueue`.
-        arguments: of the class.
-        service: open on all tasks.
-        shared_name: of the queue; also its `name`.
-        task: where the queue lives: a number, or a device string such as "/job:worker/task:1"; what
-            that leaves open, or None, is decided by the `device` blocks around, and at last it is
-            task 0 (of a `Cluster`: the chief, else worker 0).
-        container: set of names that `shared_name` belongs to; None for the current one.
+        arguments: arguments of the class.
+        service: service that is open on all tasks.
+        shared_name: name of the queue; also its `name`.
+        task: task of the queue: a number, or a device string such as "/job:worker/task:1". The
+            enclosing `device` blocks supply missing parts, or all of it for None. The default is
+            task 0 (of a `Cluster`: the chief, otherwise worker 0).
+        container: namespace of `shared_name`; None for the current one.
         properties: keyword arguments of the class, without `name`.
 
     Returns:
-        The queue itself on its task, elsewhere a queue of the same class that works there.
+        The queue itself on its task; on other tasks a queue of the same class that works there.
 
     Raises:
-        InvalidArgumentError: the name belongs to a queue of another kind or with another property;
-            says which. A seed of None fits any.
+        InvalidArgumentError: the name belongs to a queue of another kind or with another property,
+            which the message names. A seed of None matches any.
         UnavailableError: the task cannot be reached.
-        ValueError: no such task, no name, or as the class.
-        TypeError: not one of the queues' classes, or as the class.
+        ValueError: the task does not exist, the name is empty, or as the class.
+        TypeError: `kind` is not a queue class of this package, or as the class.
 
     Example:
         >>> import collectives as cc
@@ -102,8 +102,9 @@ def shared_queue(
         container=container,
     )
     if found is not None:
+        # The queue that the first caller has made, on this task or another, not the one above.
         return found  # type: ignore[no-any-return]
-    queue.components.copies = False  # arrays are not needed any more when the call returns
+    queue.components.copies = False  # enqueued arrays are sent before the call returns
     queue.state_machine = RemoteStateMachine(service, address)  # type: ignore[assignment]
     return queue
 
@@ -111,11 +112,13 @@ def shared_queue(
 def _description(
     kind: type[Queue], arguments: tuple[Any, ...], properties: Mapping[str, Any]
 ) -> dict[str, Any]:
-    """Return a constructor's arguments as msgpack can carry them."""
+    """Return a constructor's arguments in types that msgpack supports."""
+    # By name, so that all tasks may pass them by position or by keyword.
     given = dict(inspect.signature(kind).bind(*arguments, **properties).arguments)
     if "dtypes" in given:
         dtypes = given["dtypes"]
         listed = dtypes if isinstance(dtypes, (list, tuple)) else [dtypes]
+        # Dtypes as names and shapes as lists, because msgpack has neither dtypes nor tuples.
         known = [as_dtype(dtype) for dtype in listed]
         given["dtypes"] = [d.__name__ if isinstance(d, type) else d.name for d in known]
     if given.get("shapes") is not None:
@@ -134,12 +137,10 @@ def _make(kind: type[Queue], description: Mapping[str, Any], name: str) -> Queue
 
 
 def _difference(queue: Queue, description: Mapping[str, Any]) -> str | None:
+    # Made again, so that defaults and spellings of dtypes compare equal.
     wanted = _make(type(queue), description, queue.name)
-    for what in _PROPERTIES:
-        has, asked = getattr(queue, what, None), getattr(wanted, what, None)
-        if has != asked and not (what == "seed" and asked is None):
-            return f"the queue has another {what}, expected {has}, got {asked}"
-    return None
+    has, asked = ({what: getattr(of, what, None) for what in _PROPERTIES} for of in (queue, wanted))
+    return describe_difference("queue", has, asked, optional=["seed"])
 
 
 class RemoteStateMachine(RemoteAttempts):
@@ -154,12 +155,13 @@ class RemoteStateMachine(RemoteAttempts):
         return bool(self.service.request(self.address, "is_closed").metadata["closed"])
 
     def close_now(self) -> None:
-        """Close and fail all that waits on the enqueue side; rows that are in stay."""
+        """Close and fail all waiting enqueues and closes; rows in the queue stay."""
         self.service.request(self.address, "close_now")
 
     def submit(self, attempt: PendingOperation) -> None:
-        """Send an attempt on its way, unless there is nothing to do."""
+        """Send an operation, or complete it if it has nothing to do."""
         if attempt.count == 0:
+            # Saves a message: nothing happens on the queue's task either.
             attempt.complete()
             attempt.notify()
         else:
@@ -175,27 +177,29 @@ class RemoteStateMachine(RemoteAttempts):
         return "close", {}, []
 
     def answered(self, attempt: PendingOperation, answer: Reply) -> None:
-        """Note what came of an attempt."""
+        """Store the result of an operation."""
         if isinstance(attempt, Dequeue):
             _fill(attempt, answer.metadata["pieces"], answer.values)
         elif isinstance(attempt, Enqueue):
             attempt.entered = attempt.count or 1
 
     def give_back(self, attempt: PendingOperation) -> None:
-        """Return rows that have come and that nobody will take."""
+        """Send back rows that have arrived although the caller does not wait any more."""
         if not isinstance(attempt, Dequeue) or not (attempt.row or attempt.pieces):
             return
         pieces, values = _rows_of(attempt)
+        # Emptied first, so that rows are sent back once.
         attempt.row, attempt.pieces, attempt.taken = (), None, 0
         try:
             given = {"pieces": pieces}
+            # Without waiting, because the thread that receives replies may run this.
             self.service.start(self.address, "give_back", lambda _: None, given, values)
         except OpError as error:
             _log.warning("queue: rows could not be given back: %s", error)
 
 
 def _rows_of(attempt: Dequeue) -> tuple[int, list[Any]]:
-    """Return what a dequeue has taken, as it travels: a number of batches, 0 for a single row."""
+    """Return the rows of a dequeue as sent: a number of batches (0 for a single row), values."""
     pieces = attempt.pieces or []
     return len(pieces), [column for piece in pieces for column in piece] or list(attempt.row)
 
@@ -205,16 +209,18 @@ def _fill(attempt: Dequeue, pieces: int, values: Sequence[Any]) -> None:
     if attempt.count is None:
         attempt.row = tuple(values)
         return
+    # All pieces have the same number of columns, so their number gives the width.
     width = max(len(values) // max(pieces, 1), 1)
     attempt.pieces = [tuple(values[at : at + width]) for at in range(0, len(values), width)]
     attempt.taken = sum(len(piece[0]) for piece in attempt.pieces)
 
 
-# Operations, at the task where the queue is.
+# Operations on the queue's task.
 
 
 def _enqueue(queue: Queue, work: ServerRequest) -> None:
     rows, count = tuple(work.values), work.arguments["count"]
+    # Checked again here: a damaged request must not break the store, which assumes equal lengths.
     fits = count is None or all(np.shape(column)[:1] == (count,) for column in rows)
     if len(rows) != len(queue.dtypes) or not fits:
         raise InvalidArgumentError(f"enqueue: expected {len(queue.dtypes)} columns of {count} rows")
@@ -224,6 +230,8 @@ def _enqueue(queue: Queue, work: ServerRequest) -> None:
 def _dequeue(queue: Queue, work: ServerRequest) -> None:
     def answer(attempt: Dequeue) -> None:
         pieces, values = _rows_of(attempt)
+        # Confirmed, so that the rows return to the queue if the caller's task dies before they
+        # arrive.
         work.reply(values, confirm=True, pieces=pieces)
 
     wanted = Dequeue(work.arguments["count"], up_to=work.arguments["up_to"])
@@ -240,8 +248,9 @@ def _close_now(queue: Queue, work: ServerRequest) -> None:
 
 
 def _give_back(queue: Queue, work: ServerRequest) -> None:
-    """Take back rows of a finished dequeue whose caller was interrupted."""
+    """Take back the rows of a finished dequeue whose caller was interrupted."""
     pieces = work.arguments["pieces"]
+    # A finished dequeue with these rows, so that `abandon` puts them back.
     attempt = Dequeue(len(work.values) if pieces else None)
     _fill(attempt, pieces, work.values)
     attempt.complete()
@@ -261,6 +270,7 @@ OPERATIONS: dict[str, Handler] = {
 
 
 def _kind(queue: type[Queue]) -> ResourceType:
+    # One type per class, so that opening a name as another class fails.
     make: Callable[[Mapping[str, Any], str], Queue] = partial(_make, queue)
     return register_type(
         ResourceType(queue.__name__, make, _difference, OPERATIONS, queue.cancel_pending)

@@ -1,4 +1,4 @@
-"""Shared queues of file names or numbers, from which free ranks take the next."""
+"""Shared queues of file names or numbers, from which each task takes the next when it is free."""
 
 from __future__ import annotations
 
@@ -9,6 +9,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from strategies.core.validation import integer
+from strategies.queues.queue import check_capacity
 from strategies.queues.queue_types import FIFOQueue
 from strategies.queues.remote import OPERATIONS, RemoteStateMachine
 from strategies.queues.state_machine import Close, Enqueue
@@ -32,31 +33,32 @@ def shared_files(
 ) -> FIFOQueue:
     """Offer file names to all tasks through one queue, all of them in each epoch.
 
-    A task that is slow, or whose files are long, takes fewer of them. It gives the queue to a
-    reader as it would one of its own. No thread fills the queue: a name that is taken makes room
-    for the next. Which task reads what is not reproducible, and the rest of a file is lost to the
-    epoch if its reader dies.
+    A slow task, or one with long files, takes fewer files. Pass the queue to a reader like a local
+    one. No thread fills the queue: removing a name makes room for the next. The assignment of files
+    to tasks is not reproducible. If a reader dies, the rest of its file is lost to the epoch.
 
     Args:
         files: names; the same on all tasks.
-        service: open on all tasks.
-        shared_name: of the queue.
-        task: where the queue lives, as for `shared_queue`.
+        service: service that is open on all tasks.
+        shared_name: name of the queue.
+        task: task of the queue, as for `shared_queue`.
         container: as for `shared_queue`.
-        num_epochs: after so many the queue is closed; None to go on for ever.
-        shuffle: whether to shuffle the names anew in each epoch; epochs are never mixed.
-        seed: of the shuffling; None for a different order each time.
-        capacity: of the queue; negative for no limit, if the epochs have an end.
+        num_epochs: number of epochs before the queue is closed; None repeats forever.
+        shuffle: whether to reshuffle the names in each epoch; epochs are never mixed.
+        seed: seed of the shuffling; None for a different order each time.
+        capacity: capacity of the queue; negative for no limit, which needs `num_epochs`.
 
     Raises:
-        InvalidArgumentError: another task meant other files or another way to go through them.
+        InvalidArgumentError: another task passed other files or options.
         UnavailableError: the task cannot be reached.
-        ValueError: no files, `num_epochs` below 1, or neither an end nor a limit.
+        ValueError: no files, `num_epochs` below 1, a capacity of 0, or neither `num_epochs` nor a
+            capacity.
     """
     if isinstance(files, str) or not len(files):
         raise ValueError(f"shared_files: expected a sequence of file names, got {files!r}")
     line = _EpochPlan(num_epochs, shuffle, seed, capacity)
     line.check("shared_files")
+    # The names travel with the description: the first task fills the queue, and all tasks compare.
     described = {"files": [str(file) for file in files], **line._asdict()}
     return _open(described, service, shared_name, task, container)
 
@@ -76,26 +78,26 @@ def shared_range(
 ) -> FIFOQueue:
     """Offer the int64 numbers from 0 to `limit` - 1 to all tasks, as `shared_files` offers names.
 
-    With arrays that every task has, or maps, `x[numbers], y[numbers]` are rows that belong
-    together, each taken by one task in an epoch.
+    If every task has, or maps, the same arrays, `x[numbers], y[numbers]` are rows that belong
+    together. In each epoch one task takes each row.
 
     Args:
-        limit: how many numbers an epoch has, at least 1.
-        service: as for `shared_files`, as are all others.
-        shared_name: of the queue.
-        task: where the queue lives.
-        container: of the name.
-        num_epochs: after so many the queue is closed; None to go on for ever.
-        shuffle: whether to shuffle the numbers anew in each epoch.
-        seed: of the shuffling.
-        capacity: of the queue; a `dequeue_many` of more is served as well.
-        rows: what the numbers stand for, in words that all tasks must have alike.
+        limit: number of numbers per epoch, at least 1.
+        service: as for `shared_files`.
+        shared_name: name of the queue.
+        task: task of the queue.
+        container: namespace of the name.
+        num_epochs: number of epochs before the queue is closed; None repeats forever.
+        shuffle: whether to reshuffle the numbers in each epoch.
+        seed: seed of the shuffling.
+        capacity: capacity of the queue; a `dequeue_many` may be larger.
+        rows: descriptions of the rows, which must be equal on all tasks.
 
     Raises:
-        InvalidArgumentError: another task meant another limit, other rows, or another way to go
-            through them.
+        InvalidArgumentError: another task passed another limit, other rows or other options.
         UnavailableError: the task cannot be reached.
-        ValueError: `limit` or `num_epochs` below 1, or neither an end nor a capacity.
+        ValueError: `limit` or `num_epochs` below 1, a capacity of 0, or neither `num_epochs` nor a
+            capacity.
 
     Example:
         >>> import collectives as cc
@@ -114,7 +116,7 @@ def shared_range(
 
 
 class _EpochPlan(NamedTuple):
-    """How elements are gone through."""
+    """Epochs, order and capacity of a shared queue."""
 
     num_epochs: int | None
     shuffle: bool
@@ -122,18 +124,14 @@ class _EpochPlan(NamedTuple):
     capacity: int
 
     def check(self, operation: str) -> None:
-        """Refuse what is of no use."""
+        """Raise ValueError for invalid options."""
         if self.seed is not None:
             integer(operation, "seed", self.seed, least=0)
         if self.num_epochs is not None and self.num_epochs < 1:
             raise ValueError(
                 f"{operation}: num_epochs must be at least 1 or None, got {self.num_epochs}"
             )
-        if self.num_epochs is None and self.capacity < 0:
-            raise ValueError(
-                f"{operation}: an endless line needs a capacity, expected at least 1, got "
-                f"{self.capacity}"
-            )
+        check_capacity(operation, self.capacity, endless=self.num_epochs is None)
 
 
 def _open(
@@ -157,7 +155,7 @@ def _empty(description: Mapping[str, Any], name: str) -> FIFOQueue:
 
 
 class _SharedQueue(NamedTuple):
-    """The queue, and what it was made of."""
+    """A shared queue and its description."""
 
     queue: FIFOQueue
     description: Mapping[str, Any]
@@ -169,25 +167,33 @@ def _make(description: Mapping[str, Any], name: str) -> _SharedQueue:
     if "limit" in description:
         names = np.arange(description["limit"])
     else:
+        # Objects, so that names of any length are kept as Python text.
         names = np.empty(len(description["files"]), object)
         names[:] = description["files"]
+    # One generator for all epochs, so that each epoch has another order.
     order = np.random.default_rng(description["seed"])
     left = description["num_epochs"]
 
     def fill() -> None:
-        """Enqueue epochs, until one waits for room; whoever makes that goes on."""
+        """Enqueue epochs until one waits for room; its completion continues."""
         nonlocal left
         while left != 0:
+            # None stays None: epochs without end.
             left = left and left - 1
             epoch = names[order.permutation(len(names))] if description["shuffle"] else names
+            # One operation per epoch, whatever the capacity: it waits in the queue, not in a
+            # thread.
             attempt = Enqueue((epoch,), len(epoch))
             queue.state_machine.submit(attempt)
+            # `when_done` returns False for an epoch that fits at once; the loop then continues
+            # without recursion.
             if queue.state_machine.when_done(attempt, partial(go_on, attempt)) or attempt.error:
                 return
+        # All names are in the queue by now, and readers still get them.
         queue.state_machine.submit(Close())
 
     def go_on(attempt: Enqueue) -> None:
-        # What is in the line of a queue that is closed or reset ends here.
+        # If the queue was closed or reset, the waiting epoch ends here.
         if attempt.error is None:
             fill()
 
@@ -196,6 +202,7 @@ def _make(description: Mapping[str, Any], name: str) -> _SharedQueue:
 
 
 def _difference(files: _SharedQueue, description: Mapping[str, Any]) -> str | None:
+    # Files and numbers share one type of resource, so a name may belong to the other kind.
     if description.keys() != files.description.keys():
         return "one of file names and numbers is the other"
     for what, asked in description.items():

@@ -15,7 +15,7 @@ __all__ = ["SlotStore", "PriorityStore", "ShuffledStore"]
 
 
 class SlotStore(RowStore):
-    """Rows at free places of the columns; what is derived from it keeps their order."""
+    """Rows at free places of the columns; subclasses keep their order."""
 
     def __init__(self, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__(dtypes, shapes)
@@ -28,10 +28,11 @@ class SlotStore(RowStore):
         for column, component in zip(self._columns, row):  # noqa: B905 (checked before, hot)
             column[place] = component
         self.size += 1
+        # After the row is stored, because `PriorityStore` reads the priority from it.
         self._enter([place])
 
     def append(self, columns: Columns, start: int, stop: int) -> None:
-        """Add rows, in their order."""
+        """Add rows in order."""
         self._enter(self._store(columns, start, stop))
 
     def take_row(self) -> tuple[Any, ...]:
@@ -45,8 +46,9 @@ class SlotStore(RowStore):
         return row
 
     def take(self, count: int) -> Columns:
-        """Remove the next `count` rows, one after the other."""
+        """Remove the next `count` rows in order."""
         places = self._leave(count)
+        # Indexing by a list copies, so the rows belong to the caller.
         taken = tuple([column[places] for column in self._columns])
         for column in self._objects:
             column[places] = None
@@ -56,23 +58,24 @@ class SlotStore(RowStore):
 
     @abstractmethod
     def _enter(self, places: list[int]) -> None:
-        """Rows have come to these places."""
+        """Record that rows are now at these places."""
 
     @abstractmethod
     def _leave(self, count: int) -> list[int]:
-        """Choose the next rows, forget them, and return their places."""
+        """Choose the next rows, remove them from the order, and return their places."""
 
     @abstractmethod
     def _move(self) -> list[int]:
-        """Return the places of all rows, and from now on expect row `i` of these at place `i`."""
+        """Return the places of all rows. From then on row `i` of them is at place `i`."""
 
     def _store(self, columns: Columns, start: int, stop: int) -> list[int]:
-        """Copy rows to free places and return these."""
+        """Copy rows to free places and return the places."""
         count = stop - start
         self._reserve(count)
         places = self._free[-count:]
         del self._free[-count:]
         for column, source in zip(self._columns, columns, strict=True):
+            # A list of one place would need an array of indices.
             if count == 1:
                 column[places[0]] = source[start]
             else:
@@ -83,20 +86,20 @@ class SlotStore(RowStore):
     def _reserve(self, count: int) -> None:
         if count > len(self._free):
             self._grow(self._move(), self.size + count)
+            # Rows are now at 0 .. size - 1, as `_move` promises.
             self._free = list(range(self.size, self._room))
 
 
 class ShuffledStore(SlotStore):
-    """Every row that is present is equally likely to leave next.
+    """Rows in random order: each present row is equally likely to leave next.
 
-    One random number in [0, 1) is used per row that leaves, and the last row takes the place of the
-    one that left: the order depends on the seed and on which rows are present at each removal, not
-    on how many are taken at a time.
+    Each removed row uses one random number in [0, 1), and the last row takes its place. So the
+    order depends on the seed and on the rows present at each removal, but not on the batch size.
 
     Args:
         dtypes: as for `RowStore`.
         shapes: as for `RowStore`.
-        seed: of the order; None for a different one each time.
+        seed: seed of the order; None for a different one each time.
     """
 
     def __init__(
@@ -107,10 +110,10 @@ class ShuffledStore(SlotStore):
     ) -> None:
         super().__init__(dtypes, shapes)
         self._random = np.random.default_rng(seed).random
-        self._present: list[int] = []  # places of the rows, in the order that the draws refer to
+        self._present: list[int] = []  # places of the rows, indexed by the random draws
 
     def put_back(self, columns: Columns) -> None:
-        """Add the rows again: an order that is random has no front."""
+        """Add the rows like new ones, because a random order has no front."""
         self.append(columns, 0, len(columns[0]))
 
     def _enter(self, places: list[int]) -> None:
@@ -120,11 +123,14 @@ class ShuffledStore(SlotStore):
         present = self._present
         size = len(present)
         places = []
+        # `Generator.random(n)` draws the same numbers as n single draws, so the order does not
+        # depend on the batch size.
         numbers = (self._random(),) if count == 1 else self._random(count).tolist()
         for number in numbers:
             index = int(number * size)
             size -= 1
             places.append(present[index])
+            # The last row fills the gap, which takes constant time in a list.
             present[index] = present[size]
             present.pop()
         return places
@@ -135,16 +141,17 @@ class ShuffledStore(SlotStore):
 
 
 class PriorityStore(SlotStore):
-    """The row with the smallest first component is next; among equals, the one that came first."""
+    """Rows by increasing first component; equal ones in the order of arrival."""
 
     def __init__(self, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]) -> None:
         super().__init__(dtypes, shapes)
         self._heap: list[tuple[int, int, int]] = []  # priority, arrival, place
-        self._first = self._last = 0  # arrivals; rows that came back count down from the first
+        self._first = self._last = 0  # arrival numbers; returned rows count down from `_first`
 
     def put_back(self, columns: Columns) -> None:
-        """Give back rows, so that they precede all others of the same priority."""
+        """Put rows back, before all others of the same priority."""
         count = len(columns[0])
+        # Arrival numbers below all others, so that returned rows are first among equal priorities.
         self._first -= count
         self._push(self._store(columns, 0, count), self._first)
 
@@ -163,5 +170,6 @@ class PriorityStore(SlotStore):
     def _move(self) -> list[int]:
         places = [place for _, _, place in self._heap]
         keys = [(priority, arrival) for priority, arrival, _ in self._heap]
+        # Still a heap: pairs of priority and arrival are unique, so places are never compared.
         self._heap = [(*key, place) for place, key in enumerate(keys)]
         return places

@@ -1,11 +1,10 @@
 """Row storage for FIFO queues: growing arrays, dequeued as whole batches.
 
-A *row* is one element of a queue, a tuple of components; *columns* are several rows, one array per
-component whose first dimension counts the rows. Everything that is put in is copied, everything
-that is taken out belongs to the taker. A component of objects (text, or arrays of unknown shape)
-lives in an object array of the same kind.
+A *row* is one element of a queue, a tuple of components. *Columns* are several rows: one array per
+component, whose first dimension counts the rows. Added rows are copied; removed rows belong to the
+caller. Objects (text, or arrays of unknown shape) are stored in object arrays.
 
-Stores know nothing of locks, limits or closing: that is the business of `state_machine`.
+Stores do not handle locks, limits or closing; `state_machine` does.
 """
 
 from __future__ import annotations
@@ -22,18 +21,18 @@ __all__ = ["Array", "Columns", "FifoRows", "RowStore"]
 Array = npt.NDArray[Any]
 Columns = tuple[Array, ...]
 
-_FIRST_ROWS = 16  # rows of a new store; doubled whenever it is full
+_FIRST_ROWS = 16  # rows of a new store; doubled when it is full
 
 
 class RowStore(ABC):
-    """Rows with a defined order of leaving.
+    """Rows with a defined order of removal.
 
     Args:
         dtypes: dtype per component.
         shapes: shape per component, without the dimension that counts rows.
 
     Attributes:
-        size: number of rows; an attribute because a queue asks for it all the time.
+        size: number of rows; an attribute rather than a method, because queues read it often.
     """
 
     def __init__(self, dtypes: Sequence[np.dtype[Any]], shapes: Sequence[tuple[int, ...]]) -> None:
@@ -43,27 +42,28 @@ class RowStore(ABC):
             np.empty((self._room, *shape), dtype)
             for dtype, shape in zip(dtypes, shapes, strict=True)
         ]
+        # Columns that must drop their references to removed rows, which would keep arrays alive.
         self._objects = [column for column in self._columns if column.dtype == object]
 
     @abstractmethod
     def append_row(self, row: Sequence[Any]) -> None:
-        """Add one row as the youngest."""
+        """Add one row as the newest."""
 
     @abstractmethod
     def append(self, columns: Columns, start: int, stop: int) -> None:
-        """Add rows `start` to `stop` of `columns` as the youngest, in that order."""
+        """Add rows `start` to `stop` of `columns` as the newest, in that order."""
 
     @abstractmethod
     def take_row(self) -> tuple[Any, ...]:
-        """Remove the next row; components of shape () come as scalars or Python objects."""
+        """Remove and return the next row; components of shape () are scalars or Python objects."""
 
     @abstractmethod
     def take(self, count: int) -> Columns:
-        """Remove the next `count` rows; there must be as many."""
+        """Remove and return the next `count` rows; the store must have this many."""
 
     @abstractmethod
     def put_back(self, columns: Columns) -> None:
-        """Give back rows that were taken, so that they are next again where the order says so."""
+        """Put removed rows back, so that they are next again if the order defines that."""
 
     def _grow(self, order: Any, wanted: int) -> None:
         """Double the room until it holds `wanted` rows; row `order[i]` moves to place `i`."""
@@ -79,13 +79,14 @@ class RowStore(ABC):
 
 
 class FifoRows(RowStore):
-    """Rows leave in the order of their arrival: a ring, so that a batch is one or two slices."""
+    """Rows in order of arrival, as a ring, so that a batch is one or two slices."""
 
     _head = 0
 
     def append_row(self, row: Sequence[Any]) -> None:
         """Add one row at the end."""
         if self.size == self._room:
+            # Compared here as well, to save a call for every row.
             self._reserve(1)
         place = (self._head + self.size) % self._room
         for column, component in zip(self._columns, row):  # noqa: B905 (checked before, hot)
@@ -99,8 +100,9 @@ class FifoRows(RowStore):
         self.size += stop - start
 
     def take_row(self) -> tuple[Any, ...]:
-        """Remove the oldest row."""
+        """Remove and return the oldest row."""
         head = self._head
+        # Indexing an array of more axes gives a view, whose memory the next row overwrites.
         row = tuple([c[head].copy() if c.ndim > 1 else c[head] for c in self._columns])
         for column in self._objects:
             column[head] = None
@@ -108,9 +110,10 @@ class FifoRows(RowStore):
         return row
 
     def take(self, count: int) -> Columns:
-        """Remove the oldest `count` rows."""
+        """Remove and return the oldest `count` rows."""
         head, end = self._head, self._head + count
         if end <= self._room:
+            # A copy, because the batch belongs to the caller and the ring is reused.
             taken = tuple([column[head:end].copy() for column in self._columns])
             for column in self._objects:
                 column[head:end] = None
@@ -125,16 +128,17 @@ class FifoRows(RowStore):
         return taken
 
     def put_back(self, columns: Columns) -> None:
-        """Give back rows to the front; the first row of `columns` is then next."""
+        """Put rows back at the front; the first row of `columns` is then next."""
         count = len(columns[0])
         self._reserve(count)
+        # Before the head, after growing: `_reserve` moves the head to 0.
         self._head = (self._head - count) % self._room
         self._write(self._head, columns, 0, count)
         self.size += count
 
     def _advance(self, count: int) -> None:
         self.size -= count
-        # An empty ring starts anew, so that a queue that is mostly empty stays in the cache.
+        # An empty ring restarts at 0, so that a mostly empty queue stays in the cache.
         self._head = (self._head + count) % self._room if self.size else 0
 
     def _reserve(self, count: int) -> None:
@@ -143,6 +147,7 @@ class FifoRows(RowStore):
             self._head = 0
 
     def _write(self, place: int, columns: Columns, start: int, stop: int) -> None:
+        # A range may wrap around the end of the ring once.
         place %= self._room
         split = min(stop, start + self._room - place)
         for column, source in zip(self._columns, columns, strict=True):

@@ -6,7 +6,7 @@ import numbers
 from dataclasses import dataclass
 from typing import Any
 
-from strategies.core.pytree import map_leaves, zip_leaves
+from strategies.core.pytree import leaves, map_leaves, zip_leaves
 
 __all__ = ["PerReplica", "differs", "regroup", "select"]
 
@@ -16,17 +16,17 @@ class PerReplica:
     """The values of the replicas of this process, in their order.
 
     Attributes:
-        values: one for each, any objects.
+        values: one object per replica.
     """
 
     values: tuple[Any, ...]
 
 
 def regroup(structures: list[Any], operation: str) -> Any:
-    """Return one structure whose leaves hold what the replicas have at this place.
+    """Return one structure whose leaves combine the corresponding leaves of the replicas.
 
-    A leaf that is the same object for all replicas stays as it is, others become a `PerReplica`.
-    Numbers always become one: whether two equal numbers are one object is an accident.
+    A leaf that is the same object for all replicas stays unchanged; other leaves become a
+    `PerReplica`. Numbers always do, because equal numbers may or may not be one object.
 
     Raises:
         ValueError: the structures differ.
@@ -42,12 +42,13 @@ def regroup(structures: list[Any], operation: str) -> Any:
 
 
 def select(structure: Any, local_id: int) -> Any:
-    """Return the structure as one replica sees it; the object itself if all see the same.
+    """Return the structure as one replica sees it; the same object if it has no `PerReplica`.
 
     Example:
         >>> select([PerReplica((1, 2)), "all"], 1)
         [2, 'all']
     """
+    # The same object, so that `regroup` of an untouched structure finds it again.
     if not differs(structure):
         return structure
 
@@ -58,15 +59,12 @@ def select(structure: Any, local_id: int) -> Any:
 
 
 def differs(structure: Any) -> bool:
-    """Tell whether anything in the structure is a `PerReplica`."""
-    if isinstance(structure, PerReplica):
-        return True
-    if isinstance(structure, dict):
-        return any(map(differs, structure.values()))
-    return isinstance(structure, (list, tuple)) and any(map(differs, structure))
+    """Return whether the structure contains a `PerReplica`."""
+    return any(isinstance(leaf, PerReplica) for leaf in leaves(structure))
 
 
 def _group(values: tuple[Any, ...]) -> Any:
     first = values[0]
+    # By identity: comparing arrays would read them, and give arrays instead of a bool.
     same = all(value is first for value in values)
     return first if same and not isinstance(first, numbers.Number) else PerReplica(values)

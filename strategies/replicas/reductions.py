@@ -35,10 +35,10 @@ Axis = int | tuple[int, ...] | None
 
 
 def parse_op(op: Any, operation: str) -> ReduceOp:
-    """Return the op in small letters.
+    """Return the op in lower case.
 
     Raises:
-        ValueError: there is no such op.
+        ValueError: the op is unknown.
     """
     chosen = op.lower() if isinstance(op, str) else op
     if chosen not in get_args(ReduceOp):
@@ -47,7 +47,7 @@ def parse_op(op: Any, operation: str) -> ReduceOp:
 
 
 def op_over_ranks(op: ReduceOp) -> Any:
-    """Return the reduction among ranks."""
+    """Return the reduction over ranks."""
     return cc.MEAN if op == "mean" else cc.SUM
 
 
@@ -59,10 +59,10 @@ def reduce(
     *,
     rounded: bool = False,
 ) -> Any:
-    """Reduce the structures of this process's replicas, and those of the other ranks.
+    """Reduce the structures of this process's replicas and of the other ranks.
 
-    All leaves travel together, `rounded` by the compression of the ranks' options. The axis is that
-    of `Strategy.reduce`.
+    All leaves are sent together; `rounded` applies the compression of the ranks' options. `axis` is
+    as for `Strategy.reduce`.
     """
     columns = _columns(values, "reduce")
     with _at(columns):
@@ -73,9 +73,11 @@ def _reduce(
     ranks: ProcessGroup, op: ReduceOp, columns: list[list[Any]], axis: Axis, *, rounded: bool
 ) -> list[Any]:
     if axis is None:
+        # First inside the process: then each rank sends one array, however many replicas it has.
         partial = [_combine(op, column) for column in columns]
         return ranks.allreduce(partial, op_over_ranks(op), rounded=rounded)
     pairs = [_along(op, column, axis) for column in columns]
+    # The counts travel with the sums: ranks may hold different numbers of rows.
     counts = np.array([count for _, count in pairs], np.int64)
     *sums, counts = ranks.allreduce(
         [*(total for total, _ in pairs), counts], cc.SUM, rounded=rounded
@@ -83,26 +85,28 @@ def _reduce(
     if op == "mean":
         sums = [
             _mean(total, int(count), column[0])
+            # Each rank divides the same sum by the same count, so the bits agree.
             for total, count, column in zip(sums, counts, columns, strict=True)
         ]
     return sums
 
 
 def gather(ranks: ProcessGroup, values: list[Any], axis: int) -> Any:
-    """Join the arrays of all replicas along an axis; see `Strategy.gather`."""
+    """Concatenate the arrays of all replicas along an axis; see `Strategy.gather`."""
     columns = _columns(values, "gather")
     with _at(columns):
         joined = [_join(column, axis) for column in columns]
         if ranks.size > 1:
+            # `allgather` joins along the first axis, so the wanted one is swapped there and back.
             joined = [_swap(ranks.allgather(_swap(array, axis)), axis) for array in joined]
     return _fill(values[0], joined)
 
 
 def as_array(leaf: Any, operation: str) -> Any:
-    """Return an array of another library as it is, everything else as a NumPy array.
+    """Return arrays of other libraries unchanged, and other values as NumPy arrays.
 
     Raises:
-        TypeError: it is neither an array nor a number.
+        TypeError: the leaf is neither an array nor a number.
     """
     if isinstance(leaf, np.ndarray):
         array = leaf
@@ -121,11 +125,12 @@ def as_array(leaf: Any, operation: str) -> Any:
 def shared(result: Any, values: list[Any]) -> list[Any]:
     """Return one result for each replica, on the device of its value.
 
-    None of them can change another's.
+    No replica can change the result of another: shared NumPy arrays become read-only.
     """
     if len(values) == 1:
         return [result]
     for leaf in leaves(result):
+        # After a merge the replicas run again in parallel and would see each other's changes.
         if isinstance(leaf, np.ndarray):
             leaf.flags.writeable = False
 
@@ -134,6 +139,7 @@ def shared(result: Any, values: list[Any]) -> list[Any]:
         if isinstance(leaf, np.ndarray):
             return leaf
         there = array_ops.to_device_of(value, leaf)
+        # Another replica of the same device: tensors cannot be read-only, so it gets a copy.
         return copy.deepcopy(leaf) if there is leaf else there
 
     return [result, *(zip_leaves(own, [result, value], "run") for value in values[1:])]
@@ -145,14 +151,15 @@ def arrays_of(structure: Any, operation: str) -> list[Any]:
 
 
 def _columns(values: list[Any], operation: str) -> list[list[Any]]:
-    """Return the arrays of all replicas for each leaf of the structure, which they share."""
+    """Return the arrays of all replicas for each leaf of the structure."""
     if len(values) > 1:
-        regroup(values, operation)  # structures that differ are an error
+        regroup(values, operation)  # raises if the structures differ
     rows = [arrays_of(value, operation) for value in values]
     columns = [list(column) for column in zip(*rows, strict=True)]
     for column in columns:
+        # Adding mixed dtypes would make the result depend on the number of replicas.
         _check_consistent(operation, [array.dtype for array in column], "dtype")
-    # Those of a process are combined on the device of its first replica.
+    # The arrays of a process are combined on the device of its first replica.
     return [
         [column[0], *(array_ops.to_device_of(column[0], x) for x in column[1:])]
         for column in columns
@@ -160,7 +167,7 @@ def _columns(values: list[Any], operation: str) -> list[list[Any]]:
 
 
 def _at(columns: list[list[Any]]) -> AbstractContextManager[Any]:
-    """Compute where the arrays of the first replica are."""
+    """Select the device of the first replica's arrays."""
     return array_ops.device_context(columns[0][0]) if columns else nullcontext()
 
 
@@ -170,11 +177,12 @@ def _fill(structure: Any, found: list[Any]) -> Any:
 
 
 def _combine(op: ReduceOp, column: list[Any]) -> Any:
-    """Combine the arrays of this process's replicas element by element."""
+    """Combine the arrays of this process's replicas elementwise."""
     _check_consistent("reduce", [tuple(array.shape) for array in column], "shape")
     work, final = _dtypes(column[0], op)
     total = _add([array_ops.astype(array, work) for array in column])
     if op == "mean" and len(column) > 1:
+        # Processes have equal numbers of replicas, so the mean of these means is over all replicas.
         total = total / len(column)
     return array_ops.astype(total, final)
 
@@ -183,34 +191,37 @@ def _add(parts: Sequence[Any]) -> Any:
     """Return the sum of arrays of one shape and dtype; the array itself if there is only one."""
     if len(parts) == 1:
         return parts[0]
-    total = parts[0] + parts[1]  # new memory
+    total = parts[0] + parts[1]  # new memory, so adding in place is safe below
     for part in parts[2:]:
         total += part
     return total
 
 
 def _along(op: ReduceOp, column: list[Any], axis: Axis) -> tuple[Any, int]:
-    """Reduce the arrays of this process's replicas along axes; returns sum and count."""
+    """Reduce the arrays of this process's replicas along axes; return sum and count."""
     work, final = _dtypes(column[0], op)
     partial, count = [], 0
     for array in column:
         axes = _axes(axis, array.shape)
+        # Counted per array, as the replicas may have different lengths along the axis.
         count += math.prod(array.shape[a] for a in axes)
         xp = array_namespace(array)
+        # The wide dtype inside the sum: a sum of bool or int8 would overflow.
         partial.append(xp.sum(array, axis=axes, dtype=getattr(xp, work)))
     _check_consistent("reduce", [tuple(array.shape) for array in partial], "shape without the axes")
-    # A mean is rounded once, after the division.
+    # Keep the wide dtype for a mean, so that it is rounded once, after the division.
     return array_ops.astype(_add(partial), work if op == "mean" else final), count
 
 
 def _mean(total: Any, count: int, like: Any) -> Any:
-    with np.errstate(invalid="ignore", divide="ignore"):  # a mean over nothing is NaN
+    with np.errstate(invalid="ignore", divide="ignore"):  # the mean of 0 elements is NaN
         mean = total / (count if count else math.nan)
     return array_ops.astype(mean, _dtypes(like, "mean")[1])
 
 
 def _axes(axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
-    """Return axes from 0 on."""
+    """Return the axes as sorted non-negative numbers."""
+    # None can be one of the given axes; it is rejected by the comparison of lengths.
     given = axis if isinstance(axis, tuple) else (axis,)
     found = {a % len(shape) for a in given if a is not None and -len(shape) <= a < len(shape)}
     if len(found) != len(given):
@@ -222,7 +233,7 @@ def _axes(axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _join(column: list[Any], axis: int) -> Any:
-    """Join the arrays of this process's replicas."""
+    """Concatenate the arrays of this process's replicas."""
     first = column[0]
     _check_consistent("gather", [array.ndim for array in column], "number of dimensions")
     if not -first.ndim <= axis < first.ndim:
@@ -237,7 +248,7 @@ def _join(column: list[Any], axis: int) -> Any:
 
 
 def _swap(array: Any, axis: int) -> Any:
-    """Exchange an axis with the first one."""
+    """Swap an axis with the first one."""
     if axis in (0, -array.ndim):
         return array
     order = list(range(array.ndim))
@@ -254,9 +265,9 @@ def _check_consistent(operation: str, facts: list[Any], what: str) -> None:
 
 
 def _dtypes(array: Any, op: ReduceOp) -> tuple[str, str]:
-    """Return in which dtype a process adds up, and that of the result.
+    """Return the dtype for sums within a process, and the dtype of the result.
 
-    16-bit floats are added in float32, bool is counted, and the mean of integers is a float64.
+    16-bit floats are summed in float32, bool is counted, and the mean of integers is float64.
     """
     name = array_ops.dtype_name(array)
     if op == "mean" and name.startswith(("bool", "int", "uint")):

@@ -1,4 +1,4 @@
-"""Functions by qualified name, importable on another task."""
+"""Qualified names of functions that another task can import."""
 
 from __future__ import annotations
 
@@ -12,10 +12,10 @@ __all__ = ["function_named", "name_of"]
 
 
 def name_of(function: Callable[..., Any] | str, operation: str) -> str:
-    """Return "module:function" for a function that can be imported.
+    """Return "module:function" for an importable function.
 
     Raises:
-        ValueError: it cannot be imported by its name, as one inside a function.
+        ValueError: the function cannot be imported by name, such as a nested function.
     """
     if isinstance(function, str):
         module, _, path = function.partition(":")
@@ -27,6 +27,7 @@ def name_of(function: Callable[..., Any] | str, operation: str) -> str:
     module = getattr(function, "__module__", None) or ""
     name = f"{module}:{getattr(function, '__qualname__', '')}"
     try:
+        # The name of a nested function refers to no object, a rebound name to another one.
         same = function_named(name) == function
     except (NotFoundError, InvalidArgumentError):
         same = False
@@ -39,15 +40,19 @@ def name_of(function: Callable[..., Any] | str, operation: str) -> str:
 
 
 def function_named(name: str) -> Callable[..., Any]:
-    """Return a function by its name, importing its module.
+    """Import a module and return one of its functions.
+
+    Args:
+        name: "module:function".
 
     Raises:
-        NotFoundError: there is none of this name.
-        InvalidArgumentError: it cannot be called.
+        NotFoundError: the module or function does not exist.
+        InvalidArgumentError: the object is not callable.
     """
     module, _, path = name.partition(":")
     try:
         found: Any = importlib.import_module(module)
+        # A path, because methods and nested classes have dotted qualified names.
         for part in path.split("."):
             found = getattr(found, part)
     except (ImportError, AttributeError, ValueError) as error:

@@ -12,32 +12,38 @@ from functools import partial
 from typing import Any
 
 from strategies.cluster.local_devices import selected
+from strategies.core.thread_pool import ThreadPool
 from strategies.errors import CancelledError, DeadlineExceededError, OpError, UnknownError
-from strategies.rpc import pool, wire
+from strategies.rpc import wire
 from strategies.rpc.client import Reply
 from strategies.rpc.function_names import function_named, name_of
 from strategies.rpc.registry import Address, register_handler
 from strategies.rpc.server_requests import ServerRequest
 from strategies.rpc.service import Service
+from strategies.rpc.wait_limits import current_settings
 
-__all__ = ["RemoteTraceback", "Task", "TaskFuture"]
+__all__ = ["CALLS", "RemoteTraceback", "Task", "TaskFuture"]
 
 _log = logging.getLogger(__name__)
 
-_MOST_TRACE = 1 << 16  # characters of a traceback that travel, the last ones
+# A function rather than a number: the environment is read at the first call, not at import.
+CALLS = ThreadPool("calls", lambda: current_settings().call_threads)
+"""Threads that run functions for other tasks."""
+
+_MOST_TRACE = 1 << 16  # characters; longer tracebacks keep their end
 
 
 class RemoteTraceback(Exception):
-    """Where an error was raised on another task, as text; the cause of the error that is raised."""
+    """Traceback of an error on another task, as text; set as `__cause__` of the local error."""
 
     def __str__(self) -> str:
         return f"\n{self.args[0]}"
 
 
 class TaskFuture(Future[Any]):
-    """The result of a function that runs on a task.
+    """Result of a function that runs on a task.
 
-    Callbacks are called by the thread that takes messages, and must not block.
+    Callbacks run in the thread that receives messages, and must not block.
     """
 
     def __init__(self, withdraw: Callable[[], object]) -> None:
@@ -45,9 +51,9 @@ class TaskFuture(Future[Any]):
         self._withdraw = withdraw
 
     def cancel(self) -> bool:
-        """Want the result no more; False if it is there.
+        """Cancel the call; return False if the result has arrived.
 
-        A function that has not begun yet is not called. One that has runs to its end.
+        A function that has not started is not called. A running function runs to its end.
         """
         cancelled = super().cancel()
         if cancelled:
@@ -55,12 +61,17 @@ class TaskFuture(Future[Any]):
         return cancelled
 
     def finish(self, act: Callable[[], Any]) -> None:
-        """Take over what a function returns or raises, if anybody wants it."""
+        """Run `act` and store its result or exception, unless the future was cancelled."""
+        # The call runs first, and its outcome is dropped if the future was cancelled meanwhile: a
+        # running function cannot be stopped.
         result, raised = None, None
         try:
             result = act()
         except BaseException as error:
+            # Includes SystemExit of the function, which must reach the caller and not end the
+            # thread.
             raised = error
+        # False after `cancel`: the result is dropped.
         if not self.set_running_or_notify_cancel():
             return
         if raised is None:
@@ -70,22 +81,22 @@ class TaskFuture(Future[Any]):
 
 
 class Task:
-    """One task of a service, as a place where functions run.
+    """A task of a service, as a place to run functions.
 
-    Functions are known by name: each task imports them by itself. What a function needs beside its
-    arguments it finds in its module.
+    Functions are sent by name, and each task imports them from its own modules. A function that
+    needs more than its arguments reads it from its module.
 
     Args:
         service: open on all tasks.
-        task: a number, or a device string such as "/job:worker/task:1/gpu:0"; what that leaves
-            open, or None, is decided by the `device` blocks around. Where one of these names a
-            device, functions run with it selected: CuPy and CUDA under PyTorch have it as their
-            current device, JAX as its default one, of what the task has imported.
+        task: number, or a device string such as "/job:worker/task:1/gpu:0". The enclosing `device`
+            blocks fill in missing parts, or all of it for None. If the result names a device,
+            functions run with that device selected: as the current device of CuPy and of CUDA under
+            PyTorch, and as the default device of JAX, for each of these that the task has imported.
 
     Attributes:
-        service: as given.
-        number: of the task.
-        device: on which functions run there, such as "/gpu:0"; None if nobody has said.
+        service: the service.
+        number: number of the task.
+        device: device that functions use on the task, such as "/gpu:0"; None if unspecified.
 
     Example:
         >>> import collectives as cc
@@ -109,29 +120,30 @@ class Task:
         depends_on: Sequence[Future[Any]] = (),
         **named: Any,
     ) -> Any:
-        """Call a function on the task, and return its result; see `submit`.
+        """Call a function on the task and return its result; see `submit`.
 
         Args:
-            function: at the top of a module, or its name, such as "package.module:function".
-            arguments: for the function.
-            timeout: in seconds; None waits as long as the task lives.
-            depends_on: as for `submit`.
-            named: arguments for the function.
+            function: function at the top level of a module, or its name, "package.module:function".
+            arguments: positional arguments.
+            timeout: seconds to wait; None waits until the task returns or is lost.
+            depends_on: see `submit`.
+            named: keyword arguments.
 
         Raises:
-            DeadlineExceededError: it was not done in time; one that has begun runs to its end.
-            Exception: what the function has raised, with its traceback as `__cause__`.
+            DeadlineExceededError: the timeout has passed; a running function runs to its end.
+            Exception: the exception of the function, with its remote traceback as `__cause__`.
         """
         if not self.service.may_wait:
             raise RuntimeError("run: called where answers arrive, which must not wait")
         future = self.submit(function, *arguments, depends_on=depends_on, **named)
         try:
-            # `Future.result` would say by a TimeoutError that the time is over, which the function
-            # or a signal handler may raise as well.
+            # Not `Future.result(timeout)`: its TimeoutError looks like one that the function or a
+            # signal handler raises.
             wait([future], timeout)
         except BaseException:
             future.cancel()
             raise
+        # A reply that arrives now makes `cancel` return False; its result then counts.
         if not future.done() and future.cancel():
             raise DeadlineExceededError(
                 f"run: not done within {timeout} s (function: {function}, task {self.number})"
@@ -145,34 +157,39 @@ class Task:
         depends_on: Sequence[Future[Any]] = (),
         **named: Any,
     ) -> TaskFuture:
-        """Let a function run on the task, in a thread of its own.
+        """Start a function on the task, in a thread of its own.
 
         Args:
-            function: at the top of a module, or its name.
+            function: function at the top level of a module, or its name, "package.module:function".
             arguments: numbers, text, None, arrays, and tuples, lists and dicts of these. Arrays
-                must not change before the result is there. On the own task anything goes.
-            depends_on: futures of functions, on whatever tasks, that have to be done before this
-                one begins. If one of them fails, this one is not called, and has its error.
-            named: the same by name.
+                must not change until the result is available. On the own task any object is
+                allowed.
+            depends_on: futures of functions on any task that must finish before this function
+                starts. If one fails, the function is not called and the future gets the same error.
+            named: keyword arguments, with the same types.
 
         Returns:
-            A future. Its result is such a thing, too. Its error is what the function has raised;
-            `UnavailableError` if the task is dead, has left or is silent; `CancelledError` if the
-            service was closed; `InvalidArgumentError` if the result is too long for a message.
+            A future. Its result has the types of the arguments. Its exception is the exception of
+            the function; `UnavailableError` if the task is dead, has left or is silent;
+            `CancelledError` if the service was closed; `InvalidArgumentError` if the result is too
+            long for a message.
 
         Raises:
-            ValueError: the function cannot be imported by its name.
-            TypeError: an argument cannot be sent, or what it depends on is not a future.
-            UnavailableError: the task is known to be gone.
+            ValueError: the function cannot be imported by name.
+            TypeError: an argument cannot be sent, or an element of `depends_on` is not a future.
+            UnavailableError: the task is known to be lost.
         """
         if bad := [other for other in depends_on if not isinstance(other, Future)]:
             raise TypeError(f"submit: a function depends on futures of others, got {bad[0]!r}")
         name = name_of(function, "submit")
         if self.number == self.service.task:
+            # Nothing is packed for the own task, so any object may be an argument.
             begin = partial(_begin_here, name, self.device, arguments, named)
         else:
+            # Packed now, so that `submit` raises for bad arguments even if the call starts later.
             values = wire.pack([list(arguments), named], "submit")
             begin = partial(self._begin_there, name, values)
+        # Filled when the call starts, which may be in a callback of `depends_on`.
         under_way: list[Callable[[], object]] = []
         future = TaskFuture(lambda: [withdraw() for withdraw in under_way])
         if depends_on:
@@ -184,11 +201,12 @@ class Task:
     def _begin_there(
         self, name: str, values: wire.Packed, future: TaskFuture
     ) -> Callable[[], object]:
-        """Send the call, and return what takes it back."""
+        """Send the call, and return the function that cancels it."""
 
         def take(answer: Reply) -> None:
             future.finish(lambda: _result(answer))
 
+        # `call` needs no resource; the name only makes errors readable.
         address = Address(self.number, "", name)
         told = {"function": name, "device": self.device}
         number = self.service.start(address, "call", take, told, values)
@@ -202,19 +220,20 @@ def _begin_here(
     named: dict[str, Any],
     future: TaskFuture,
 ) -> Callable[[], object]:
-    """Let a thread of this task make the call, and return what takes it back."""
+    """Queue the call on a thread of this task, and return the function that cancels it."""
 
     def job() -> None:
         future.finish(lambda: _call_on_device(name, device, arguments, named))
 
-    pool.CALLS.submit(job)
-    return lambda: pool.CALLS.withdraw(job)
+    CALLS.submit(job)
+    return lambda: CALLS.withdraw(job)
 
 
 def _when_done(
     others: Sequence[Future[Any]], future: TaskFuture, begin: Callable[[], object]
 ) -> None:
-    """Begin when all others are done, unless one has failed, or nobody wants it any more."""
+    """Call `begin` when all `others` are done, unless one has failed or `future` was cancelled."""
+    # Callbacks run in the threads that finish the futures, possibly in parallel.
     lock, left = threading.Lock(), len(others)
 
     def one_is_done(_: Future[Any]) -> None:
@@ -230,12 +249,13 @@ def _when_done(
                     raise CancelledError(
                         "submit: a function that this one depends on was cancelled"
                     )
+                # Raises the error of a failed dependency, which becomes the error of this future.
                 other.result()
             begin()
         except BaseException as error:
             future.finish(partial(_raise, error))
         else:
-            if future.cancelled():  # just now, when there was nothing to take back yet
+            if future.cancelled():  # cancelled before `begin` registered a cancel function
                 future.cancel()
 
     for other in others:
@@ -257,25 +277,28 @@ def _result(answer: Reply) -> Any:
 
 
 def _error(name: str, arguments: Any) -> BaseException:
-    """Return an error of the class that the other task has named, if that is known here."""
+    """Return an error of the named class; `UnknownError` if this task cannot create it."""
     try:
+        # A class that was defined inside a function has no name that this task can import.
         kind: Any = function_named(name)
-        error = kind(*arguments)
-        if isinstance(error, BaseException):
-            return error
+        # First: a reply may name any object, and must not call a function here.
+        if not (isinstance(kind, type) and issubclass(kind, BaseException)):
+            raise TypeError(f"not an exception class, got {name}")
+        return kind(*arguments)
     except Exception:
+        # The class is missing on this task, or its constructor takes other arguments.
         _log.info("an error of another task cannot be made here: %s", name)
     return UnknownError(f"{name}: {' '.join(str(argument) for argument in arguments)}")
 
 
-# At the task that runs the function.
+# Server side: the task that runs the function.
 
 
 def _call_on_device(
     name: str, device: str | None, arguments: Sequence[Any], named: Mapping[str, Any]
 ) -> Any:
     """Call a function with its device selected."""
-    function = function_named(name)  # which may import the library that has the device
+    function = function_named(name)  # first: may load the library that has the device
     with nullcontext() if device is None else selected(device):
         return function(*arguments, **named)
 
@@ -285,24 +308,29 @@ def _call(work: ServerRequest) -> None:
         try:
             arguments, named = work.values
             name, device = work.arguments["function"], work.arguments["device"]
+            # Packed inside the `try`, so that a result that cannot be sent is an error of the call.
             values = wire.pack([_call_on_device(name, device, arguments, named)], "run")
         except BaseException as error:
+            # The exception is a successful reply, because `fail` keeps only classes of `OpError`.
             work.reply(_arguments(error), raised=_words(error))
         else:
             work.reply(values)
 
     def withdraw(error: OpError) -> None:
-        if pool.CALLS.withdraw(job):
+        # A running function cannot be interrupted; it replies when it ends.
+        if CALLS.withdraw(job):
             work.fail(error)
 
     work.wait(withdraw, lambda: withdraw(CancelledError("given up")))
-    pool.CALLS.submit(job)
+    CALLS.submit(job)
 
 
 def _arguments(error: BaseException) -> wire.Packed:
     try:
+        # The arguments rather than the exception: the caller creates it again from them.
         return wire.pack([error.args], "run")
     except TypeError:
+        # Arguments that cannot be encoded become text.
         return wire.pack([(str(error),)], "run")
 
 

@@ -27,7 +27,7 @@ class RequestTo(NamedTuple):
 
 
 class MultiRequest:
-    """Questions under way, from construction; that a task is gone is an answer.
+    """Several requests, sent on construction; the error of a lost task counts as its reply.
 
     Raises:
         CancelledError: the service is closed.
@@ -36,11 +36,13 @@ class MultiRequest:
     def __init__(self, requests: PendingRequests, questions: Sequence[RequestTo]) -> None:
         self._requests = requests
         self._questions = questions
+        # Sparse: a request to a lost task has no number, only an error as its reply.
         self._numbers: dict[int, int] = {}
+        # Each place is written once, by the thread that ends its request, so it needs no lock.
         self._answers: list[Reply | None] = [None] * len(questions)
         self._missing = len(questions)
         self._lock = threading.Lock()
-        self._asleep = threading.Lock()  # free when there is nothing to wait for
+        self._asleep = threading.Lock()  # locked until the last reply arrives
         if questions:
             self._asleep.acquire()
         try:
@@ -55,20 +57,23 @@ class MultiRequest:
             raise
 
     def abandon(self) -> None:
-        """Say that nobody wants the answers any more."""
+        """Disown all requests without a reply."""
         for index in self._open():
             with contextlib.suppress(OpError):
+                # The channel may be closed by now; nothing is owed to the caller any more.
                 self._requests.disown(self._numbers[index])
 
     def answers(self, timeout: float | None = None, *, began: float | None = None) -> list[Reply]:
-        """Wait for all answers; those that do not come in time are withdrawn.
+        """Wait for all replies, and withdraw the requests that miss the deadline.
 
         Args:
-            timeout: in seconds.
-            began: by the monotonic clock, when that time began; now, if None.
+            timeout: seconds; None waits without a limit.
+            began: monotonic time at which the timeout starts; None for now.
 
-        An answer may be an error: `DeadlineExceededError` if a request was withdrawn, and
-        `UnavailableError` if the task does not even answer that.
+        Returns:
+            One reply per request, in their order. The error of a reply is `DeadlineExceededError`
+            if the request was withdrawn, and `UnavailableError` if the task does not answer the
+            withdrawal.
         """
         try:
             since = time.monotonic() if began is None else began
@@ -76,6 +81,8 @@ class MultiRequest:
                 for index in self._open():
                     late = self._error(index, f"not done within {timeout} s")
                     self._requests.withdraw(self._numbers[index], DeadlineExceededError(late))
+                # A request may succeed before its withdrawal arrives, so its task has the last
+                # word.
                 self._wait(time.monotonic() + client.DECISION)
                 for index in self._open():
                     if self._requests.disown(self._numbers[index]):
@@ -83,6 +90,7 @@ class MultiRequest:
                             index, "its task does not say whether it succeeded after all"
                         )
                         self._take(index, Reply({}, (), UnavailableError(silent)))
+                # A request that could not be disowned has a reply whose callback is still running.
                 self._wait(None)
         except BaseException:
             self.abandon()
@@ -90,7 +98,7 @@ class MultiRequest:
         return [answer for answer in self._answers if answer is not None]
 
     def _open(self) -> list[int]:
-        """Return those that were sent and not answered."""
+        """Return the indices of requests that were sent and not answered."""
         return [index for index in self._numbers if self._answers[index] is None]
 
     def _take(self, index: int, answer: Reply) -> None:
@@ -102,10 +110,11 @@ class MultiRequest:
             self._asleep.release()
 
     def _wait(self, until: float | None) -> bool:
-        # Ends without a deadline, too: a task that does not answer is given up by the service.
+        # Ends even without a deadline: the service fails the requests of an unresponsive task.
         left = -1 if until is None else max(until - time.monotonic(), 0)
         if not self._asleep.acquire(timeout=min(left, threading.TIMEOUT_MAX)):
             return False
+        # Released again, so that a second wait returns at once.
         self._asleep.release()
         return True
 

@@ -1,12 +1,13 @@
 """Distributed mutex.
 
-Whoever wants it stands in a line there, by a request that stays open as long as it stands in the
-line or has the lock: when its task dies, the request ends, and the next one gets the lock::
+A caller joins a queue on the mutex's task with a request that stays open while the caller waits for
+or holds the mutex. When the caller's task dies, the request ends and the next caller gets the
+mutex::
 
-    task 1   stand ---------------------------> [1]        [1, 2]      [2]
-             come to the front ---> at once      |            |          |
-    task 2   stand ---------------------------------------> [1, 2]      [2]
-             come to the front -------------- waits until task 1 leaves --> answered
+    task 1   hold ----------------------------> [1]        [1, 2]      [2]
+             acquire -------------> at once      |            |          |
+    task 2   hold ----------------------------------------> [1, 2]      [2]
+             acquire ------------------------ waits until task 1 leaves --> answered
 """
 
 from __future__ import annotations
@@ -38,33 +39,34 @@ __all__ = ["MutexLock"]
 
 
 class MutexLock:
-    """A lock by name that all tasks of a service share, such as for a file that several write.
+    """A named lock that all tasks of a service share, such as for a file that several tasks write.
 
-    It may be used from any thread. Those that wait get it in the order in which they came. It is
-    not reentrant: a thread that asks again for what it has gets an error.
+    It is thread-safe, fair (first come, first served) and not reentrant: a second `acquire` of the
+    holding thread raises.
 
-    A task that dies, or closes its service, has it no longer; one that is stopped has it still, and
-    the error of those whose time is over names it. If the lock is lost otherwise, since
-    its task has died or its container was reset, `release`, and the end of a `with` block, say so
-    where this task has heard of it: another thread may have had it meanwhile.
+    A task that dies or closes its service loses the lock. A stopped task keeps it, and the timeout
+    errors of waiting threads name that task. The lock is also lost if its task dies or its
+    container is reset, and another thread may hold it then. `release` and the end of a `with` block
+    raise if this task was notified of the loss.
 
     Args:
         service: open on all tasks.
-        shared_name: of the lock.
-        task: where it lives: a number, or a device string; see `Service.open`.
-        container: of the name; None for the current one.
+        shared_name: name of the lock.
+        task: task of the lock: number or device string; see `Service.open`.
+        container: container of the name; None for the current one.
 
     Raises:
-        InvalidArgumentError: the name belongs to something else.
+        InvalidArgumentError: the name belongs to another object.
         UnavailableError: the task cannot be reached.
 
-    Cost: two messages to its task and one back to acquire it, one to release it; none on its task.
+    Cost: `acquire` sends two messages and receives one, `release` sends one; on the lock's task
+    none.
 
     Example:
         >>> import collectives as cc
         >>> with Service(cc.init()) as service, MutexLock(service, "report"):
-        ...     "nobody else is here"
-        'nobody else is here'
+        ...     "this task holds the lock"
+        'this task holds the lock'
     """
 
     def __init__(
@@ -81,49 +83,58 @@ class MutexLock:
             line if line is not None else _RemoteWaitQueue(service, address)
         )
         self._task = service.task
-        self._own = threading.local()  # `stand`: how this thread has it
+        self._own = threading.local()  # `stand`: queue entry of this thread while it holds the lock
 
     def acquire(self, timeout: float | None = None) -> None:
         """Wait for the lock.
 
         Args:
-            timeout: in seconds; None for `UNISONO_WAIT_LIMIT`, or any time without.
+            timeout: seconds; None uses UNISONO_WAIT_LIMIT, or no limit if that is unset.
 
         Raises:
-            DeadlineExceededError: others have had it for so long; names the task that has it.
-            UnavailableError: its task is gone.
-            CancelledError: its container was reset, or the service is closed.
-            FailedPreconditionError: this thread has it.
+            DeadlineExceededError: the timeout has passed; the error names the task that holds the
+                lock.
+            UnavailableError: the lock's task is lost.
+            CancelledError: the container was reset, or the service is closed.
+            FailedPreconditionError: this thread already holds the lock.
         """
         if self.is_held:
             raise FailedPreconditionError(f"acquire: this thread has it (lock: {self.name})")
+        # Unique per call; timeout errors read the holder's task from the first part.
         who = f"{self._task} {next(_numbers)}"
+        # Two requests: one stays open for as long as the lock is held, so that the owner notices
+        # the end of this task. The other one is answered when the lock is free.
         stand = _Enqueue(who)
+        # One task handles both requests in order, so the entry exists before `_AtHead` arrives.
         self._where.submit(stand)
         try:
             perform(self._where, _AtHead(who), "acquire", timeout, f" (lock: {self.name})")
         except BaseException:
+            # Leaves the line. Otherwise the lock would pass to a caller that has gone.
             self._where.abandon(stand)
             raise
         self._own.stand = stand
 
     def release(self) -> None:
-        """Let the next one have it.
+        """Release the lock to the next waiting thread.
 
         Raises:
-            FailedPreconditionError: this thread does not have it.
-            OpError: it was lost before; the class says how.
+            FailedPreconditionError: this thread does not hold the lock.
+            OpError: the lock was lost before; the class gives the cause.
         """
         if not self.is_held:
-            raise FailedPreconditionError(f"release: this thread has it not (lock: {self.name})")
+            raise FailedPreconditionError(
+                f"release: this thread does not hold it (lock: {self.name})"
+            )
         stand, self._own.stand = self._own.stand, None
+        # The entry ends early only if the lock was lost, by a reset or a lost task.
         if stand.done and stand.error is not None:
             raise stand.error
         self._where.abandon(stand)
 
     @property
     def is_held(self) -> bool:
-        """Whether this thread has acquired it."""
+        """Whether this thread has acquired the lock."""
         return getattr(self._own, "stand", None) is not None
 
     def __enter__(self) -> MutexLock:
@@ -134,7 +145,7 @@ class MutexLock:
         try:
             self.release()
         except OpError:
-            if error is None:  # else that counts
+            if error is None:  # an error of the block takes precedence
                 raise
 
 
@@ -142,36 +153,39 @@ _numbers = itertools.count()
 
 
 class _Enqueue(PendingOperation):
-    """Stand in the line, until somebody ends this."""
+    """Keep a place in the queue until the entry is abandoned or cancelled."""
 
     def __init__(self, who: str) -> None:
         self.who = who
 
 
 class _AtHead(PendingOperation):
-    """Wait until one who stands in the line is at its front."""
+    """Wait until a queue entry reaches the front."""
 
     def __init__(self, who: str) -> None:
         self.who = who
 
 
 class _WaitQueue(OperationOwner):
-    """Those who have or want a lock, on its task; the first one has it."""
+    """Holder and waiting callers of a lock, on the lock's task; the first entry holds it."""
 
     def __init__(self, name: str) -> None:
         self._name = name
         self._lock = threading.Lock()
-        self._standing: dict[str, PendingOperation] = {}  # in order
+        # Dicts keep the order of insertion, which makes the lock fair.
+        self._standing: dict[str, PendingOperation] = {}  # caller -> entry, in order of arrival
         self._waiting: dict[str, PendingOperation] = {}
 
     def submit(self, attempt: PendingOperation) -> None:
         assert isinstance(attempt, (_Enqueue, _AtHead))
         with self._lock:
             if isinstance(attempt, _Enqueue):
+                # An entry has no reply of its own until it is abandoned.
                 self._standing[attempt.who] = attempt
             elif attempt.who in self._standing:
                 self._waiting[attempt.who] = attempt
             else:
+                # The entry was cancelled between the two requests, such as by a reset.
                 attempt.complete(CancelledError(f"acquire: out of the line (lock: {self._name})"))
         if attempt.done:
             attempt.notify()
@@ -181,6 +195,7 @@ class _WaitQueue(OperationOwner):
         assert isinstance(attempt, (_Enqueue, _AtHead))
         line = self._standing if isinstance(attempt, _Enqueue) else self._waiting
         with self._lock:
+            # The operation has finished already.
             if line.get(attempt.who) is not attempt:
                 return
             del line[attempt.who]
@@ -189,13 +204,14 @@ class _WaitQueue(OperationOwner):
                 error = DeadlineExceededError(f"{error.message}; task {holder} has it")
             attempt.complete(error)
         attempt.notify()
+        # If the holder has left, the next entry is now first.
         self._advance()
 
     def abandon(self, attempt: PendingOperation) -> None:
         self.withdraw(attempt, CancelledError(f"{self._name}: the lock was released"))
 
     def cancel_pending(self) -> None:
-        """End all that stand and wait."""
+        """Cancel the holder and all waiting callers."""
         with self._lock:
             ended = [*self._waiting.values(), *self._standing.values()]
             self._waiting.clear()
@@ -207,16 +223,18 @@ class _WaitQueue(OperationOwner):
 
     def _advance(self) -> None:
         with self._lock:
+            # The holder's own request has left `_waiting`, so it is not completed twice.
             first = next(iter(self._standing), "")
             front = self._waiting.pop(first, None)
             if front is not None:
                 front.complete()
         if front is not None:
+            # Without the lock, because the callback may call the queue.
             front.notify()
 
 
 class _RemoteWaitQueue(RemoteAttempts):
-    """The same on another task."""
+    """Wait queue on another task."""
 
     def request_of(self, attempt: PendingOperation) -> tuple[str, dict[str, Any], list[Any]]:
         assert isinstance(attempt, (_Enqueue, _AtHead))

@@ -1,14 +1,14 @@
-"""Named resources of one task, in containers.
+"""Registry of the named resources of one task, in containers.
 
-A *container* is a set of names; "" is the default one. Whoever asks for a name first makes the
-thing, everyone else finds it, and must have meant the same.
+A *container* is a set of names; "" is the default one. The first `open` of a name creates the
+resource. Later calls return the same resource and must describe the same properties.
 """
 
 from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping, Sequence
 from contextlib import contextmanager
 from contextvars import ContextVar
 from dataclasses import dataclass, field
@@ -30,29 +30,30 @@ __all__ = [
     "ResourceType",
     "container",
     "current_container",
+    "describe_difference",
     "register_handler",
     "register_type",
 ]
 
 
 Handler = Callable[[Any, ServerRequest], None]
-"""An operation on a thing: answers the work, or lets it wait. Must not block."""
+"""Operation on a resource: replies to the request, or keeps it waiting. Must not block."""
 
 GroupHandler = Callable[[Sequence[Any], ServerRequest], None]
-"""The same on several things of a kind, which one message names."""
+"""Operation on several resources of a type that are named in one message."""
 
 
 @dataclass(frozen=True)
 class ResourceType:
-    """A kind of things that can have a name on a task.
+    """A type of named resources.
 
     Attributes:
-        name: of the kind, in messages and errors.
-        make: makes a thing of a description, which msgpack can carry, and its name.
-        difference: says what a description asks for that a thing is not, or None.
-        operations: what can be done with a thing from other tasks.
-        discard: ends all that waits on a thing that is not needed any more.
-        together: what can be done with several things in one message, or with one.
+        name: name of the type, in messages and errors.
+        make: creates a resource from its description, which msgpack can encode, and its name.
+        difference: describes how a resource differs from a description; None if it matches.
+        operations: operations for other tasks, by name.
+        discard: cancels all operations that wait on a resource.
+        together: operations on one or several resources in one message, by name.
     """
 
     name: str
@@ -63,11 +64,30 @@ class ResourceType:
     together: Mapping[str, GroupHandler] = field(default_factory=dict)
 
 
+def describe_difference(
+    noun: str, has: Mapping[str, Any], asked: Mapping[str, Any], optional: Collection[str] = ()
+) -> str | None:
+    """Describe the first property that differs from the one asked for; None if none does.
+
+    Args:
+        noun: what has the properties, for the text.
+        has: name -> value of each property.
+        asked: name -> value; properties that are not in `has` are ignored.
+        optional: names of properties for which None, or no value, fits any value.
+    """
+    for name, value in has.items():
+        got = asked.get(name)
+        if got != value and not (got is None and name in optional):
+            return f"the {noun} has another {name}, expected {value}, got {got}"
+    return None
+
+
+# Filled when the module of a type is imported. Requests of other tasks can open only these types.
 _kinds: dict[str, ResourceType] = {}
 
 
 def register_type(kind: ResourceType) -> ResourceType:
-    """Let tasks make things of this kind when another task asks for one."""
+    """Register a type of resources that other tasks can open."""
     _kinds[kind.name] = kind
     return kind
 
@@ -76,19 +96,19 @@ _offers: dict[str, Callable[[ServerRequest], None]] = {}
 
 
 def register_handler(operation: str, handler: Callable[[ServerRequest], None]) -> None:
-    """Let other tasks ask for an operation that concerns no thing; it must not block."""
+    """Register an operation without a resource for other tasks; the handler must not block."""
     _offers[operation] = handler
 
 
 @dataclass(frozen=True)
 class Address:
-    """Where a named thing is.
+    """Address of a named resource.
 
     Attributes:
-        task: rank of the task, in the service's communicator.
-        container: the set of names.
-        name: in the container.
-        serial: tells the thing from an earlier one of the same name; 0 before it is known.
+        task: rank in the service's communicator.
+        container: set of names.
+        name: name in the container.
+        serial: distinguishes the resource from an earlier one of the same name; 0 before `open`.
     """
 
     task: int
@@ -102,7 +122,7 @@ class Address:
 
 
 class ResourceRegistry:
-    """The named things of one task; usable from any thread.
+    """The named resources of one task; thread-safe.
 
     Args:
         task: number of the task.
@@ -111,24 +131,27 @@ class ResourceRegistry:
     def __init__(self, task: int) -> None:
         self._task = task
         self._lock = threading.Lock()
+        # From 1, because an address has serial 0 before `open`.
         self._serials = itertools.count(1)
         self._things: dict[tuple[str, str], tuple[int, ResourceType, Any]] = {}
 
     def open(
         self, kind: ResourceType, address: Address, description: Mapping[str, Any]
     ) -> tuple[int, Any]:
-        """Find a thing, or make it if the name is new; return its serial number and it.
+        """Find or create a resource; return its serial number and the resource.
 
         Raises:
-            InvalidArgumentError: the name belongs to a thing of another kind, or with other
-                properties; says which.
+            InvalidArgumentError: the name belongs to a resource of another type or with other
+                properties; the message states the difference.
         """
         key = (address.container, address.name)
         with self._lock:
             if key not in self._things:
+                # Under the lock, so that concurrent requests create one resource.
                 made = kind.make(description, address.name)
                 self._things[key] = (next(self._serials), kind, made)
             serial, other, thing = self._things[key]
+        # Compared without the lock, which other threads need to find their resources.
         if other is not kind:
             raise InvalidArgumentError(
                 f"open: this name belongs to another kind of object, expected {other.name}, "
@@ -139,12 +162,12 @@ class ResourceRegistry:
         return serial, thing
 
     def find(self, address: Address, kind: ResourceType | None = None) -> tuple[ResourceType, Any]:
-        """Return a thing that has been opened before, and its kind.
+        """Return an opened resource and its type.
 
         Raises:
-            NotFoundError: there is no such name.
-            AbortedError: the container was reset since then, and the name used anew.
-            InvalidArgumentError: the thing is of another kind than one that is given.
+            NotFoundError: the name does not exist.
+            AbortedError: the container was reset after `open`, and the name was reused.
+            InvalidArgumentError: the resource does not have the type `kind`.
         """
         with self._lock:
             found = self._things.get((address.container, address.name))
@@ -153,9 +176,11 @@ class ResourceRegistry:
                 f"no object of this name, its container was reset (name: {address})"
             )
         serial, own, thing = found
+        # The same name, but created again after a reset.
         if serial != address.serial:
             raise AbortedError(
-                f"the container was reset and the name used anew, open it again (name: {address})"
+                "the container was reset, and another resource has this name: open it again (name: "
+                f"{address})"
             )
         if kind is not None and own is not kind:
             raise InvalidArgumentError(
@@ -165,16 +190,17 @@ class ResourceRegistry:
         return own, thing
 
     def reset(self, containers: Iterable[str] | None = None) -> None:
-        """Forget the things in some containers, or in all; what waits on them is cancelled."""
+        """Remove the resources in some or all containers, and cancel their waiting operations."""
         with self._lock:
             chosen = None if containers is None else set(containers)
             keys = [key for key in self._things if chosen is None or key[0] in chosen]
             gone = [self._things.pop(key) for key in keys]
+        # Without the lock, because cancelled operations run callbacks.
         for _, kind, thing in gone:
             kind.discard(thing)
 
     def perform(self, work: ServerRequest, target: Mapping[str, Any]) -> None:
-        """Do what another task asks for, or let it wait; an error is its answer.
+        """Run a request of another task, or keep it waiting; reply with errors.
 
         Args:
             work: the request.
@@ -183,6 +209,8 @@ class ResourceRegistry:
         try:
             address = Address(self._task, target["c"], target["n"], target["s"])
             operation = target["o"]
+            # Three operations need no resource, so they come before `find`, which raises without
+            # one.
             if operation == "open":
                 name = work.arguments["kind"]
                 if name not in _kinds:
@@ -200,11 +228,13 @@ class ResourceRegistry:
             else:
                 self._perform_on_thing(work, address, operation)
         except Exception as error:
+            # The error is the reply: the message loop must not fail for a bad request.
             work.fail(error)
 
     def _perform_on_thing(self, work: ServerRequest, address: Address, operation: str) -> None:
         kind, thing = self.find(address)
         if operation in kind.together:
+            # The first resource is in the header of the request, the others in its arguments.
             others = (Address(self._task, *other) for other in work.arguments.get("others", ()))
             things = [thing, *(self.find(other, kind)[1] for other in others)]
             kind.together[operation](things, work)
@@ -223,10 +253,10 @@ _current: ContextVar[str] = ContextVar("container", default="")
 
 @contextmanager
 def container(name: str) -> Iterator[None]:
-    """Put the named things that are opened inside into this container, unless they say otherwise.
+    """Open named resources in this container by default inside the block.
 
     Args:
-        name: of the container; "" for the default one.
+        name: name of the container; "" for the default one.
     """
     before = _current.set(name)
     try:
@@ -236,5 +266,5 @@ def container(name: str) -> Iterator[None]:
 
 
 def current_container() -> str:
-    """Return the container for things that are opened now in this thread."""
+    """Return the default container of this thread."""
     return _current.get()

@@ -1,4 +1,4 @@
-"""`Server`: serves other tasks until the training tasks are done."""
+"""`Server`: serve other tasks until the training tasks are done."""
 
 from __future__ import annotations
 
@@ -11,18 +11,19 @@ __all__ = ["Server"]
 
 
 class Server:
-    """The service of a cluster's tasks; open it with `with` on all of them.
+    """Service of the tasks of a cluster; open it with `with` on all of them.
 
-    A task that only serves, such as a ps, calls `join`. Those that train use `service`, and leave
-    the block when they are done.
+    A task that only serves, such as a ps, calls `join`. Training tasks use `service`, and leave the
+    block when they are done.
 
     Args:
-        cluster: its tasks serve each other. *Collective*, as is leaving the block without an error.
-        timeout: as for `Service`.
+        cluster: cluster whose tasks serve each other. *Collective*, as is leaving the block without
+            an error.
+        timeout: seconds; see `Service`.
 
     Attributes:
-        cluster: as given.
-        service: for named things on tasks; it takes device strings of all jobs.
+        cluster: the cluster.
+        service: service that accepts device strings of all jobs.
 
     Example:
         >>> from strategies.cluster.cluster import Cluster
@@ -38,26 +39,30 @@ class Server:
             if not timeout > 0:
                 raise ValueError(f"Server: timeout must be seconds > 0, got {timeout}")
 
+        # Before the collective `Service`, which would wait for a task that failed the check.
         ProcessGroup(cluster.comm).run_then_agree("Server", check)
         self.service = Service(cluster.comm, timeout=timeout, locate=cluster.find)
 
     def join(self, timeout: float | None = None) -> None:
-        """Serve until all others that train have left, or are dead.
+        """Serve until all other training tasks have left or are dead.
+
+        A task in `join` makes no *collective* calls: call `state_slices` and a joint `save` before.
 
         Args:
-            timeout: seconds to wait for that; None for any time.
+            timeout: seconds to wait; None waits without a limit.
 
         Raises:
-            UnavailableError: none of them has left in good order.
-            DeadlineExceededError: they did not leave in time; one may call again.
-            CancelledError: the service was closed meanwhile.
+            UnavailableError: no training task has left cleanly.
+            DeadlineExceededError: the timeout has passed; you may call `join` again.
+            CancelledError: the service was closed in the meantime.
         """
         own = self.cluster.comm.rank
         tasks = [rank for rank in self.cluster.training_ranks if rank != own]
         reasons = self.service.departures(tasks, timeout)
+        # One clean leave is a normal end of training, even if other training tasks were lost.
         if tasks and all(reasons.values()):
             listed = "; ".join(f"{self.cluster.device_of(r)}: {why}" for r, why in reasons.items())
-            raise UnavailableError(f"join: no task that trains has come to its end ({listed})")
+            raise UnavailableError(f"join: no training task has ended normally ({listed})")
 
     def close(self) -> None:
         """Wait until all tasks have left; *collective*. Closing twice is harmless."""

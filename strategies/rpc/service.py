@@ -1,8 +1,7 @@
 """`Service`: named resources of one task, used by all tasks.
 
-A *task* is a rank of the communicator on which the service was opened. One thread of each task
-serves the others. A request that cannot be answered yet is kept by the thing that it concerns, as
-an attempt in a queue, and holds no thread.
+A *task* is a rank of the service's communicator. One thread of each task serves the other tasks. A
+request that has to wait is queued by its resource, and holds no thread.
 """
 
 from __future__ import annotations
@@ -25,20 +24,20 @@ __all__ = ["Service"]
 
 
 class Service:
-    """Named things of all tasks of a communicator; open it with `with` on all of them.
+    """Named resources of all tasks of a communicator; open it with `with` on all of them.
 
     Args:
-        comm: its ranks are the tasks. *Collective*: all of them open the service together, and
-            leave the block together: a task serves until all have left, or are dead. One that
-            leaves because of an exception does not wait.
-        timeout: seconds without a sign of life after which a task that owes an answer counts as
-            unreachable. Waiting itself, as for an empty queue, has no such limit.
-        locate: returns the task where a thing is to be that was not given a number; `Server` has
-            that of its cluster. None: all tasks are workers, in the order of their ranks.
+        comm: communicator whose ranks are the tasks. *Collective*: all tasks open the service and
+            leave the block together. A task serves until all tasks have left or are dead. A task
+            that leaves with an exception does not wait.
+        timeout: seconds without a sign of life after which a task that owes a reply counts as
+            unreachable. Operations that wait, such as on an empty queue, have no such limit.
+        locate: returns task and device for a resource without a task number; `Server` passes the
+            placement of its cluster. None: all tasks are workers, in rank order.
 
     Raises:
         ValueError: the timeout is not positive.
-        LaunchError: MPI was started without support for several threads.
+        LaunchError: MPI was started without thread support.
 
     Attributes:
         task: number of this task.
@@ -85,24 +84,24 @@ class Service:
         task: int | str | None = None,
         container: str | None = None,
     ) -> tuple[Address, Any]:
-        """Find or make a named thing.
+        """Find or create a named resource.
 
         Args:
-            kind: of the thing.
-            description: its properties, as its kind understands them.
-            name: in the container.
-            task: where it is: a number, or a device string such as "/job:worker/task:1"; what that
-                leaves open, or None, is decided by the `device` blocks around.
-            container: None for the current one.
+            kind: type of the resource.
+            description: properties, as defined by the type.
+            name: name in the container.
+            task: number, or a device string such as "/job:worker/task:1". The enclosing `device`
+                blocks fill in missing parts, or all of it for None.
+            container: container of the name; None for the current one.
 
         Returns:
-            Where it is, and the thing itself if that is here, else None.
+            The address, and the resource if it is on this task, else None.
 
         Raises:
-            InvalidArgumentError: the name belongs to something else.
+            InvalidArgumentError: the name belongs to another resource.
             UnavailableError: the task cannot be reached.
             CancelledError: the service is closed.
-            ValueError: no such task, or no name.
+            ValueError: the task does not exist, or the name is empty.
         """
         if not name:
             raise ValueError("open: a thing that tasks share needs a name, got ''")
@@ -113,6 +112,7 @@ class Service:
             self._exchange.requests.check_open()
             serial, thing = self._containers.open(kind, address, description)
         else:
+            # The reply has only the serial number: the resource stays on its task.
             arguments = {"kind": kind.name, "is": dict(description)}
             serial = self.request(address, "open", arguments).metadata["serial"]
         return Address(task, address.container, name, serial), thing
@@ -124,16 +124,16 @@ class Service:
         name: str,
         description: Mapping[str, Any] | None = None,
     ) -> int:
-        """Return the number of the task where a thing is to be.
+        """Return the number of the task for a resource.
 
         Args:
-            task: as for `open`.
-            kind: of the thing, by its name.
-            name: of the thing.
-            description: its properties; device functions see its shape and dtype.
+            task: see `open`.
+            kind: name of the type.
+            name: name of the resource.
+            description: properties; device functions receive its shape and dtype.
 
         Raises:
-            ValueError: no such task, or no such device on it.
+            ValueError: the task or device does not exist.
         """
         if task is None or isinstance(task, str):
             shape, dtype = map((description or {}).get, ("shape", "dtype"))
@@ -150,25 +150,29 @@ class Service:
         return task
 
     def device_for(self, task: int | str | None, name: str) -> tuple[int, str | None]:
-        """Return the number of the task where a function is to run, and on which device there.
+        """Return task number and device for a function.
 
         Args:
-            task: as for `open`.
-            name: of the function.
+            task: see `open`.
+            name: name of the function.
 
         Returns:
-            The task, and such as "/gpu:1"; None if neither `task` nor the `device` blocks around
-            say anything of devices.
+            The task, and a device such as "/gpu:1"; None if neither `task` nor the enclosing
+            `device` blocks name a device.
 
         Raises:
-            ValueError: no such task, or no such device on it.
+            ValueError: the task or device does not exist.
         """
         if isinstance(task, int):
             return self.task_of(task, "Function", name), None
+        # No device types: a function runs on any device, and prefers an accelerator.
         thing = PlacementRequest(name, "Function", task or "", device_types=())
-        wish = requested_device(thing)  # once: a device function may answer otherwise the next time
+        wish = requested_device(thing)  # once: device functions may return another one
+        # The wish contains the enclosing blocks already. Applied again, a device function would be
+        # called twice.
         with device(None):
             number, found = self._locate(thing._replace(device=wish.to_string()))
+        # Without a named device the function keeps the current device of its thread.
         if wish.device_type is None and wish.device_index is None:
             return number, None
         return number, f"/{str(found.device_type).lower()}:{found.device_index}"
@@ -176,19 +180,19 @@ class Service:
     def departures(
         self, tasks: Collection[int], timeout: float | None = None
     ) -> dict[int, str | None]:
-        """Wait until some tasks ask for nothing more.
+        """Wait until tasks have left or are lost.
 
         Args:
-            tasks: their numbers, without this task's.
-            timeout: seconds to wait; None for any time.
+            tasks: numbers of other tasks.
+            timeout: seconds to wait; None waits without a limit.
 
         Returns:
-            Task -> None if it has left in good order, else what has happened to it.
+            Task -> None after a clean leave, else the reason why it is lost.
 
         Raises:
-            DeadlineExceededError: some of them are still there.
-            CancelledError: the service was closed meanwhile.
-            ValueError: one of them is not another task.
+            DeadlineExceededError: some of the tasks are still present.
+            CancelledError: the service was closed in the meantime.
+            ValueError: `tasks` contains this task or a number out of range.
         """
         for task in tasks:
             if task not in range(self.size) or task == self.task:
@@ -199,11 +203,11 @@ class Service:
         return self._exchange.departures(tasks, timeout)
 
     def reset(self, containers: Iterable[str] | None = None, *, task: int | str = 0) -> None:
-        """Forget the named things of a task; what waits on them ends with `CancelledError`.
+        """Remove named resources of a task; operations that wait on them raise `CancelledError`.
 
         Args:
-            containers: which ones; None for all.
-            task: whose, as for `open`.
+            containers: containers to reset; None for all.
+            task: task of the resources; see `open`.
         """
         chosen = None if containers is None else list(containers)
         task = self.task_of(task, "Container", ", ".join(chosen or ()))
@@ -220,14 +224,14 @@ class Service:
         arguments: Mapping[str, Any] | None = None,
         values: Sequence[Any] = (),
     ) -> int:
-        """Ask another task for an operation, without waiting; return the request's number.
+        """Send a request to another task without waiting; return its number.
 
         Args:
-            address: the thing.
-            operation: what to do with it.
+            address: resource.
+            operation: operation on the resource.
             on_answer: called once, in any thread; must not block.
-            arguments: what msgpack can carry.
-            values: arrays, numbers and text; arrays must not change before the answer.
+            arguments: mapping that msgpack can encode.
+            values: arrays, numbers and text; arrays must not change before the reply.
 
         Raises:
             CancelledError: the service is closed.
@@ -242,64 +246,67 @@ class Service:
         arguments: Mapping[str, Any] | None = None,
         values: Sequence[Any] = (),
     ) -> Reply:
-        """As `start`, but wait for the answer, and raise its error."""
+        """Send a request, wait for its reply, and raise its error; see `start`."""
         (answer,) = self.ask([RequestTo(address, operation, arguments or {}, values)]).answers()
         if answer.error is not None:
             raise answer.error
         return answer
 
     def ask(self, questions: Sequence[RequestTo]) -> MultiRequest:
-        """Send several requests at once; `answers` of the result waits for them.
+        """Send several requests at once; `answers` of the result waits for the replies.
 
         Raises:
-            RuntimeError: in the thread that takes answers, which must not wait for one.
+            RuntimeError: called in the thread that receives replies, which must not wait for one.
             CancelledError: the service is closed.
         """
+        # In the message loop's thread the reply could never arrive while this call waits for it.
         if questions and not self.may_wait:
             operation = questions[0].operation
             raise RuntimeError(f"{operation}: called where answers arrive, which must not wait")
         return MultiRequest(self._exchange.requests, questions)
 
     def here(self, kind: ResourceType, address: Address) -> Any:
-        """Return a thing of this task.
+        """Return a resource of this task.
 
         Raises:
             CancelledError: the service is closed.
             NotFoundError: its container was reset.
-            AbortedError: its container was reset, and the name used anew.
+            AbortedError: its container was reset, and the name was reused.
         """
         self._exchange.requests.check_open()
         return self._containers.find(address, kind)[1]
 
     @property
     def may_wait(self) -> bool:
-        """Whether the current thread is any but the one that takes answers."""
-        return not self._exchange.is_here()
+        """Whether the current thread may wait: False only in the thread that receives replies."""
+        return not self._exchange.is_current()
 
     def withdraw(self, number: int, error: OpError) -> None:
-        """Ask that a request that waits ends with this error; the answer still comes."""
+        """Ask the server to end a waiting request with `error`; its reply still arrives."""
         self._exchange.requests.withdraw(number, error)
 
     def disown(self, number: int) -> bool:
-        """Ask that a request is undone, and forget it; False if its answer has come."""
+        """Ask the server to undo a request, and drop it; False if it was already answered."""
         return self._exchange.requests.disown(number)
 
     def close(self) -> None:
         """Wait until all tasks have left; *collective*, harmless when repeated.
 
-        Requests of other threads that still wait end with `CancelledError`.
+        Waiting requests of other threads raise `CancelledError`.
 
         Raises:
-            InternalError: the service's thread has failed.
+            InternalError: the thread of the service has failed.
         """
         try:
             self._exchange.close()
         finally:
+            # After all tasks have left, no request can open a resource again. Local threads that
+            # still wait get `CancelledError`.
             self._containers.reset()
 
 
 def _among_workers(size: int) -> Callable[[PlacementRequest], tuple[int, DeviceSpec]]:
-    """Return where things are if all tasks are those of one job."""
+    """Return the placement function for tasks that are all workers."""
     placer = Placer({("worker", task): devices_of() for task in range(size)})
 
     def locate(thing: PlacementRequest) -> tuple[int, DeviceSpec]:

@@ -3,12 +3,12 @@
 ::
 
     layout      per array [dtype, shape]; shape is None for a scalar
-    frames      [ small arrays, side by side ] [ a long array ] ... [ a long array ] [ the rest ]
+    frames      [ small arrays, concatenated ] [ long array ] ... [ long array ] [ structure ]
 
-Arrays travel as they are, long ones in a frame each. If the values are arrays and scalars alone,
-there is no rest. Else it is the list of values in msgpack, in which an array is its position in the
-layout: text, numbers, None, lists, dicts, tuples, and arrays of objects of all these, with at most
-`DEEPEST` of the latter two in one another.
+Arrays are sent as raw bytes, each long array in a frame of its own. The structure frame is omitted
+if all values are arrays or scalars. Otherwise it contains the list of values in msgpack, where an
+index into the layout replaces each array. Values may be text, numbers, None, lists, dicts, tuples,
+and arrays of objects of these types. Tuples and arrays of objects nest at most `DEEPEST` levels.
 """
 
 from __future__ import annotations
@@ -48,38 +48,39 @@ _DTYPES = {
 }
 _TUPLE, _OBJECTS, _ARRAY = 1, 2, 3  # types of msgpack extensions
 
-# Arrays up to this length are copied: a frame of its own costs a message, and 1,000 of them 1,000.
+# Arrays up to this length are copied into one frame, because each frame costs a message.
 _SMALL = 1 << 15  # bytes
-_ALIGN = 16  # bytes; what the frames themselves are aligned to
+_ALIGN = 16  # bytes; alignment of the frames
 
 DEEPEST = 32
-"""Extensions of msgpack in one another, at most. Each costs its reader 40 KiB of a thread's stack,
-which ends the process where it ends: seen with 200."""
+"""Most nested levels of msgpack extensions. Decoding a level uses 40 KiB of the thread's stack;
+200 levels overflowed it and crashed the process."""
 
 
 class Packed(NamedTuple):
-    """Values as they travel."""
+    """Encoded values."""
 
     layout: Layout
     frames: list[Frame]
 
 
 def pack(values: Sequence[Any], operation: str = "message") -> Packed:
-    """Describe values and return them as frames.
+    """Encode values as layout and frames.
 
     Args:
         values: numeric arrays of any library in host memory, NumPy scalars, numbers, text, None,
             and tuples, lists, dicts and NumPy arrays of objects of these. Long contiguous arrays
             are not copied.
-        operation: beginning of a message.
+        operation: prefix of error messages.
 
     Raises:
-        TypeError: something else, or tuples and arrays of objects that are nested more deeply.
+        TypeError: a value has another type, or tuples and arrays of objects nest too deeply.
     """
     found = [value for value in values if _travels(value)]
     rest = None
     if len(found) < len(values):
         found = []
+        # Collected again by `_pack`, which numbers the arrays in the order in which it visits them.
         rest = _pack(list(values), found, operation, DEEPEST)
     layout: Layout = []
     small: list[Array] = []
@@ -87,8 +88,10 @@ def pack(values: Sequence[Any], operation: str = "message") -> Packed:
     for value in found:
         shape = list(value.shape) if isinstance(value, np.ndarray) else None
         layout.append([_name(value.dtype, operation), shape])
+        # A view of a contiguous array, so the caller must not change it until the reply.
         raw = np.ascontiguousarray(value).reshape(-1).view(np.uint8)
         (small if raw.size <= _SMALL else frames).append(raw)
+    # One array needs no copy, and then has no padding either; `_arrays` expects that.
     if small:
         frames.insert(0, small[0] if len(small) == 1 else _side_by_side(small))
     if rest is not None:
@@ -97,14 +100,14 @@ def pack(values: Sequence[Any], operation: str = "message") -> Packed:
 
 
 def unpack(layout: Layout, frames: Sequence[Array]) -> list[Any]:
-    """Return the values; arrays share the memory of their frames.
+    """Decode values; arrays share the memory of their frames.
 
     Args:
         layout: from `pack`.
-        frames: shape (n,), uint8, each, beginning at a multiple of 16 bytes.
+        frames: uint8 arrays of shape (n,), aligned to 16 bytes.
 
     Raises:
-        DataLossError: layout and frames do not fit each other, or objects are nested too deeply.
+        DataLossError: layout and frames do not match, or objects nest too deeply.
     """
     try:
         found, rest = _arrays(layout, frames) if layout else ([], frames)
@@ -120,12 +123,12 @@ def unpack(layout: Layout, frames: Sequence[Array]) -> list[Any]:
 
 
 def dtype_named(name: str) -> np.dtype[Any]:
-    """Return the numeric dtype of this name, those of ml_dtypes included.
+    """Return the numeric dtype of a name, including the dtypes of ml_dtypes.
 
     Raises:
-        TypeError: there is none.
+        TypeError: the name is unknown.
     """
-    # Not `np.dtype(name)`, which understands a small language.
+    # Not `np.dtype(name)`, which also parses structured dtypes.
     if name in _DTYPES:
         return _DTYPES[name]
     found = getattr(ml_dtypes, str(name), None)
@@ -136,9 +139,10 @@ def dtype_named(name: str) -> np.dtype[Any]:
     return dtype
 
 
-@functools.cache  # NumPy puts the name together each time
+@functools.cache  # NumPy builds the name on every access
 def _name(dtype: np.dtype[Any], operation: str) -> str:
-    """Return the name of a dtype, if that says all of it."""
+    """Return the name of a dtype that its name describes completely."""
+    # The layout has no byte order: both sides use the machine's.
     if not is_numeric(dtype) or not dtype.isnative:
         raise TypeError(
             f"{operation}: an array of this dtype cannot be sent, expected a numeric one in this "
@@ -149,13 +153,13 @@ def _name(dtype: np.dtype[Any], operation: str) -> str:
 
 
 def is_numeric(dtype: np.dtype[Any]) -> bool:
-    """Whether a dtype is one of numbers, those of ml_dtypes included."""
-    kinds = "biufcV"  # V: the 16-bit floats of ml_dtypes call themselves void
+    """Return whether a dtype is numeric, including the dtypes of ml_dtypes."""
+    kinds = "biufcV"  # V: the kind of ml_dtypes' 16-bit floats is void
     return dtype.kind in kinds and dtype.names is None and not dtype.hasobject
 
 
 def _travels(value: Any) -> bool:
-    """Whether this is an array or a scalar that has a place in the layout."""
+    """Return whether a value is an array or scalar with an entry in the layout."""
     return isinstance(value, (np.ndarray, np.generic)) and not value.dtype.hasobject
 
 
@@ -172,24 +176,26 @@ def _side_by_side(small: Sequence[Array]) -> Array:
 
 
 def _arrays(layout: Layout, frames: Sequence[Array]) -> tuple[list[Any], Sequence[Array]]:
-    """Return the arrays and scalars, and the frames that hold none of them."""
+    """Return arrays and scalars, and the remaining frames."""
     described = [(dtype_named(name), shape or (), shape is None) for name, shape in layout]
     lengths = [_product(shape, dtype.itemsize) for dtype, shape, _ in described]
     small = sum(length <= _SMALL for length in lengths)
+    # Frame 0 contains all small arrays, if there are any.
     used, at, end = min(small, 1), 0, 0
     found = []
     for (dtype, shape, is_scalar), length in zip(described, lengths, strict=True):
         if length <= _SMALL:
-            # In one step: a slice, a view and another shape would take three times as long.
+            # One step: slice, view and reshape would take three times as long.
             array = np.ndarray(shape, dtype, frames[0], at)
             end = at + length
             at = _pad(end)
         else:
-            # `reshape` finds a length that is wrong, and so does `view`.
+            # `view` and `reshape` raise if the length is wrong.
             array = frames[used].view(dtype).reshape(shape)
             used += 1
+        # Indexing by () turns an array without axes into a NumPy scalar.
         found.append(array[()] if is_scalar else array)
-    expected = at if small > 1 else end  # one alone was not copied
+    expected = at if small > 1 else end  # a single array was not copied, so it has no padding
     if small and frames[0].size != expected:
         raise ValueError(f"{frames[0].size} bytes, expected {expected} of small arrays")
     return found, frames[used:]
@@ -201,20 +207,22 @@ def _pad(length: int) -> int:
 
 def _product(sizes: Sequence[Any], unit: int = 1) -> int:
     for size in sizes:  # Python's integers do not overflow
-        # A size below 0 would mean "whatever fits" to NumPy.
+        # NumPy would infer a negative size.
         if type(size) is not int or size < 0:
             raise ValueError(f"shape {sizes!r:.80}")
         unit *= size
     return unit
 
 
-# All else, by msgpack.
+# Structures, in msgpack.
 
 
 def _pack(value: Any, found: list[Any], operation: str, levels: int) -> bytes:
-    """Write values in which extensions are nested in at most so many levels."""
+    """Encode values with at most `levels` nested extensions."""
     extension = functools.partial(_extension, found=found, operation=operation, levels=levels)
     try:
+        # `strict_types` passes tuples to `_extension`; by default msgpack turns them into lists.
+        # Surrogates represent bytes of file names that are not UTF-8 (PEP 383).
         packed: bytes = msgpack.packb(
             value, default=extension, strict_types=True, unicode_errors="surrogatepass"
         )
@@ -224,7 +232,7 @@ def _pack(value: Any, found: list[Any], operation: str, levels: int) -> bytes:
 
 
 def _extension(value: Any, found: list[Any], operation: str, levels: int) -> msgpack.ExtType:
-    """Write what msgpack does not know; arrays are only noted in `found`."""
+    """Encode a type unknown to msgpack; append arrays to `found` and encode their index."""
     if isinstance(value, complex):
         value = np.complex128(value)
     is_tuple = isinstance(value, tuple)
@@ -244,6 +252,7 @@ def _extension(value: Any, found: list[Any], operation: str, levels: int) -> msg
             f"{operation}: this is nested too deeply, expected at most {DEEPEST} tuples and arrays "
             f"of objects in one another, got more"
         )
+    # msgpack has neither tuples nor arrays of objects, so their content is packed on its own.
     content = list(value) if is_tuple else [list(value.shape), value.ravel().tolist()]
     inner = _pack(content, found, operation, levels - 1)
     return msgpack.ExtType(_TUPLE if is_tuple else _OBJECTS, inner)
@@ -251,6 +260,7 @@ def _extension(value: Any, found: list[Any], operation: str, levels: int) -> msg
 
 def _unpack(data: Any, found: Sequence[Any], levels: int) -> Any:
     extension = functools.partial(_from_extension, found=found, levels=levels)
+    # Keys of dicts may be numbers, which msgpack rejects by default.
     return msgpack.unpackb(
         data, ext_hook=extension, unicode_errors="surrogatepass", strict_map_key=False
     )
@@ -269,6 +279,7 @@ def _from_extension(code: int, data: bytes, found: Sequence[Any], levels: int) -
     shape, elements = content
     if _product(shape) != len(elements):
         raise ValueError(f"{len(elements)} elements for shape {shape}")
+    # Filled one by one: `np.array` would turn elements that are lists into further axes.
     objects = np.empty(len(elements), object)
     for index, element in enumerate(elements):
         objects[index] = element

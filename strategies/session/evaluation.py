@@ -20,15 +20,16 @@ _log = logging.getLogger(__name__)
 
 
 class Evaluator:
-    """Scores checkpoints in the order in which they were written; in one process.
+    """Scores checkpoints in the order in which they were written; used by one process.
 
-    What was scored is known by the file of scores, so that an evaluator that is started again goes
-    on with what is new. A checkpoint that is deleted before its turn is passed over.
+    The file of scores records which checkpoints were scored, so a restarted evaluator continues
+    with the new ones. A checkpoint that is deleted before its turn is skipped.
 
     Args:
-        checkpoints: the directory of checkpoints, a path or URL, which this process can read.
-        evaluate: given the place of a checkpoint, returns values by name, such as an accuracy.
-        scores: file of JSON lines, with the step and the values of each checkpoint.
+        checkpoints: directory of checkpoints, a path or URL that this process can read.
+        evaluate: called with the path of a checkpoint; returns values by name, such as an accuracy.
+        scores: file of JSON lines, with the step and the values of each checkpoint. Its own "step"
+            and "sequence" replace values of these names.
 
     Example:
         >>> import tempfile, numpy as np
@@ -58,14 +59,14 @@ class Evaluator:
         self.scores = Path(scores)
 
     def score_new(self, stop: Callable[[], bool] = lambda: False) -> int:
-        """Score all checkpoints that are there and were not scored; returns how many those were.
+        """Score all checkpoints that were not scored yet; return their number.
 
         Args:
-            stop: says between two of them whether to leave the others for the next time.
+            stop: called before each checkpoint; returns whether to stop here.
 
         Raises:
             OpError: a checkpoint or the file of scores cannot be read.
-            Exception: what `evaluate` has raised.
+            Exception: the error of `evaluate`.
         """
         count = 0
         while not stop() and (found := self._next()) is not None:
@@ -73,31 +74,37 @@ class Evaluator:
             try:
                 values = self._evaluate(place)
             except errors.OpError as error:
+                # A deleted checkpoint is not listed any more. If it still is listed, the error has
+                # another cause.
                 following = self._next()
                 if following is not None and following[2] == sequence:
                     raise
                 _log.warning("evaluate: a checkpoint was deleted before its turn: %s", error)
                 continue
-            # No line is dropped: training may have gone back to an earlier step.
+            # Keep all lines, because training may have returned to an earlier step.
+            own = {"step": step, "sequence": sequence}
             with MetricsWriter(self.scores, resume_step=_LAST_STEP) as writer:
-                writer.write(step=step, sequence=sequence, **values)
+                # Once for its place in the line, once to replace scores of the same names.
+                writer.write(**{**own, **values, **own})
             count += 1
         return count
 
     def run(self, finished: Callable[[], bool], stop: Callable[[], bool] = lambda: False) -> None:
-        """Score checkpoints as they come, until training has finished and all are scored.
+        """Score checkpoints as they are written, until training has finished.
 
         Args:
-            finished: whether no more of them will come; waits for a moment before it says no.
-            stop: whether to leave at once, as `Preemption` says.
+            finished: returns whether training has finished; may wait a moment before it returns
+                False.
+            stop: returns whether to stop at once, such as `Preemption.asked`.
         """
         over = False
         while not over and not stop():
-            over = finished()  # first: what was written before the end is scored after it
+            over = finished()  # asked first, so that checkpoints from before the end are scored
             self.score_new(stop)
 
     def _next(self) -> tuple[Location, int, int] | None:
-        """Return the place, the step and the sequence of the next one to score."""
+        """Return path, step and sequence number of the next checkpoint to score."""
+        # Read each time: the file is the only memory of an evaluator that may be restarted.
         lines = read_metrics(self.scores) if self.scores.exists() else []
         last = max((int(line["sequence"]) for line in lines), default=0)
         if checkpoint_listing.latest(self._root) is None:
@@ -105,6 +112,7 @@ class Evaluator:
         new = [item for item in checkpoint_listing.complete(self._root) if item[1].sequence > last]
         if not new:
             return None
+        # By sequence number, not by step: training may have returned to an earlier step.
         place, plan = min(new, key=lambda item: item[1].sequence)
         return place, plan.step, plan.sequence
 
@@ -113,12 +121,12 @@ _LAST_STEP = 1 << 60  # beyond all steps
 
 
 class EvaluateCheckpoints(Hook):
-    """Score each checkpoint of a session when it is written, on the chief; others wait for it.
+    """Score each checkpoint of a session on the chief, while the other ranks wait.
 
-    One that is written in the background is scored at the next save, or at the end.
+    A checkpoint written in the background is scored at the next save, or at the end.
 
     Args:
-        evaluator: that scores them.
+        evaluator: evaluator of the checkpoints.
     """
 
     order = 75
@@ -127,10 +135,10 @@ class EvaluateCheckpoints(Hook):
         self._evaluator = evaluator
 
     def after_save(self, session: Session, path: Location) -> None:
-        """Score what is there."""
+        """Score the checkpoints written so far."""
         self._evaluator.score_new()
 
     def end(self, session: Session) -> None:
-        """Score the last one, which may have been on its way."""
+        """Score the last checkpoint, which the background may have completed only now."""
         if session.is_chief:
             self._evaluator.score_new()

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Iterable, Mapping
+from contextlib import ExitStack
 from typing import Any, Protocol
 
 from strategies.checkpoint.storage import Location
@@ -15,88 +16,90 @@ Values = Mapping[str, Any]
 
 
 class Session(Protocol):
-    """What hooks may ask of a session; see `TrainingSession`."""
+    """The part of a session that hooks use; see `TrainingSession`."""
 
     @property
     def step(self) -> int:
-        """How many steps have been done."""
+        """Number of steps done."""
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this process writes shared files."""
 
     @property
     def last_step(self) -> int | None:
-        """Step at which the training is to end; None where no hook says it."""
+        """Step at which the training ends; None if no hook defines it."""
 
     def request_stop(self) -> None:
-        """End the training after this step."""
+        """Stop the training after this step."""
 
     def request_save(self) -> None:
         """Write a checkpoint after this step."""
 
 
 class Hook:
-    """Something that a session does beside the steps; subclasses have what they need of it.
+    """Base of hooks: actions of a session around its steps. Override the methods that you need.
 
-    What a hook raises on one rank is raised on all ranks of a session in step.
+    If a session is in step, an error of a hook on one rank is raised on all ranks.
 
     Attributes:
-        order: place among the hooks; see `strategies.session.hooks`.
+        order: position among the hooks; see `strategies.session.hooks`.
     """
 
     order = 50
 
     def begin(self, session: Session) -> None:
-        """Called once, before the chief restores."""
+        """Called once, before the chief restores a checkpoint."""
 
     def after_create(self, session: Session) -> None:
-        """Called when the state is there: at the beginning, and after each recovery."""
+        """Called when the state is ready: at the start, and after each recovery."""
 
     def before_run(self, session: Session) -> None:
         """Called before each step."""
 
     def after_run(self, session: Session, values: Values) -> None:
-        """Called after each step, with what it returned; empty where that is not a dict."""
+        """Called after each step with its result if that is a dict, otherwise with {}."""
 
     def after_save(self, session: Session, path: Location) -> None:
-        """Called when a checkpoint is written, or on its way in the background; on the chief."""
+        """Called on the chief when a checkpoint is written or started in the background."""
 
     def end(self, session: Session) -> None:
-        """Called at the end, unless it is an error; when the last checkpoint is there."""
+        """Called at the end after the last checkpoint is complete, unless there was an error."""
 
     def close(self) -> None:
-        """Called last, also after an error; not together with other ranks."""
+        """Called last, also after an error; not synchronized with other ranks."""
 
 
 class HookList:
-    """The hooks of a session, which calls them in the order of their places.
+    """The hooks of a session, called in their order.
 
     Args:
-        hooks: in any order; those of one place stay in theirs.
+        hooks: in any order; hooks with equal `order` keep theirs.
 
     Attributes:
-        before_run: what is called before each step: the methods of those hooks that have one.
-        after_run: after each step.
-        after_save: after each checkpoint.
+        before_run: methods to call before each step; hooks that do not override it are left out.
+        after_run: methods to call after each step.
+        after_save: methods to call after each checkpoint.
     """
 
     def __init__(self, hooks: Iterable[Hook]) -> None:
         self._hooks = sorted(hooks, key=lambda hook: hook.order)
+        # Only methods that a hook overrides: a step with few hooks costs few calls.
         self.before_run, self.after_run, self.after_save = (
             [getattr(hook, name) for hook in self._hooks if _has(hook, name)]
             for name in ("before_run", "after_run", "after_save")
         )
 
     def call(self, name: str, session: Session) -> None:
-        """Call one method of all of them."""
+        """Call one method of all hooks."""
         for hook in self._hooks:
             getattr(hook, name)(session)
 
     def close(self) -> None:
-        """Close all of them."""
-        for hook in self._hooks:
-            hook.close()
+        """Close all hooks, also after one whose `close` fails."""
+        with ExitStack() as stack:
+            for hook in reversed(self._hooks):  # the stack calls the last one first
+                stack.callback(hook.close)
 
 
 def _has(hook: Hook, name: str) -> bool:
@@ -104,14 +107,14 @@ def _has(hook: Hook, name: str) -> bool:
 
 
 class Timer:
-    """Says when something is due that is done every so many steps or seconds.
+    """Decides when an action is due that repeats every `steps` steps or `seconds` seconds.
 
-    It is due at the first step that it is asked about, and never twice at one step.
+    It is due at the first step, and never twice at one step.
 
     Args:
-        what: whose timer it is, for errors.
-        steps: how many steps lie between; or
-        seconds: how many seconds, at least.
+        what: name of the owner, for errors.
+        steps: number of steps between two actions; or
+        seconds: minimum number of seconds between them.
 
     Raises:
         ValueError: not exactly one of them is given, or it is not above 0.
@@ -131,7 +134,7 @@ class Timer:
         self._last_time = 0.0
 
     def due(self, step: int) -> bool:
-        """Whether it is to be done after this step."""
+        """Return whether the action is due after this step."""
         last = self._last_step
         if last is None:
             return True
@@ -141,11 +144,12 @@ class Timer:
         return step != last and time.monotonic() - self._last_time >= self._seconds
 
     def reset(self) -> None:
-        """Begin anew: training has gone back to a checkpoint."""
+        """Restart, because training has returned to a checkpoint."""
+        # Due at the next step: steps from before the return would make the action late.
         self._last_step = None
 
     def done(self, step: int) -> tuple[int, float] | None:
-        """Note that it was done; returns the steps and seconds since the last time."""
+        """Record the action; return the steps and seconds since the last one."""
         now, last = time.monotonic(), self._last_step
         passed = None if last is None else (step - last, now - self._last_time)
         self._last_step, self._last_time = step, now

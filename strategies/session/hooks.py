@@ -1,23 +1,23 @@
 """Built-in hooks of a session.
 
-A session calls its hooks in the order of the table, whatever order they are given in; hooks of
-one's own come between those that look at values and those that write, unless they say otherwise.
-So a loss that is not a number is found before anything is written.
+A session calls its hooks in the order of this table, whatever their order in the argument. By
+default your own hooks run after the hooks that check values and before the hooks that write. So a
+loss that is not finite is found before anything is written.
 
-| hook | `order` | what it does |
+| hook | `order` | action |
 | --- | --- | --- |
 | `StopAtStep` | 10 | ends the training at a step |
 | `StepCounter` | 20 | counts steps per second |
 | `LogValues` | 30 | writes values into the log |
 | `NanGuard` | 40 | ends the training when a value is not finite |
-| one's own | 50 | |
+| your own | 50 | |
 | `Summaries` | 60 | metrics, TensorBoard and a line of progress, on the chief |
-| `SaveCheckpoints` | 70 | says when a checkpoint is due |
+| `SaveCheckpoints` | 70 | requests a checkpoint when it is due |
 | `Profiler` | 80 | a timeline of some steps |
-| `RunAtEnd` | 90 | a last value |
+| `RunAtEnd` | 90 | computes a last value |
 
-Callbacks of one hook come in this order: `begin`, `after_create`, (`before_run`, `after_run`,
-`after_save`)*, `end`. After a failure that training goes on from, `after_create` comes again.
+The methods of a hook are called in this order: `begin`, `after_create`, (`before_run`, `after_run`,
+`after_save`)*, `end`. After a recovery, `after_create` is called again.
 """
 
 from __future__ import annotations
@@ -49,17 +49,17 @@ _log = logging.getLogger("strategies.session")
 
 
 class StopAtStep(Hook):
-    """End the training at a step.
+    """Stop the training at a step.
 
     Args:
-        last_step: at which to stop, counted from the very beginning; or
-        num_steps: how many steps to make in this run.
+        last_step: step to stop at, counted from the first run; or
+        num_steps: number of steps of this run.
 
     Raises:
         ValueError: not exactly one of them is given, or it is negative.
 
     Attributes:
-        last_step: as given; known after the session has begun where `num_steps` was.
+        last_step: step to stop at; with `num_steps` known after the session has begun.
     """
 
     order = 10
@@ -75,10 +75,11 @@ class StopAtStep(Hook):
         self.last_step, self._num_steps = last_step, num_steps
 
     def after_create(self, session: Session) -> None:
-        """Count from here the first time; stop at once where nothing is left."""
+        """Set the last step the first time; stop at once if no step remains."""
         if self.last_step is None:
             assert self._num_steps is not None
             self.last_step = session.step + self._num_steps
+        # A restored step may be the last one already.
         self.after_run(session, {})
 
     def after_run(self, session: Session, values: Values) -> None:
@@ -89,13 +90,13 @@ class StopAtStep(Hook):
 
 
 class StepCounter(Hook):
-    """Count steps per second, over the last so many steps, and log them on the chief.
+    """Count steps per second and log them on the chief.
 
     Args:
-        every_steps: how many.
+        every_steps: number of steps to average over.
 
     Attributes:
-        steps_per_second: the last figure; None before there is one.
+        steps_per_second: the last value; None before the first.
     """
 
     order = 20
@@ -105,27 +106,29 @@ class StepCounter(Hook):
         self._timer = Timer("StepCounter", steps=every_steps)
 
     def after_create(self, session: Session) -> None:
-        """Begin to count."""
+        """Start the timer."""
+        # Again after a recovery, whose time does not count.
         self._timer.done(session.step)
 
     def after_run(self, session: Session, values: Values) -> None:
-        """Count."""
+        """Update and log the value if it is due."""
         if not self._timer.due(session.step):
             return
         passed = self._timer.done(session.step)
         assert passed is not None
+        # A step may take less than the resolution of the clock.
         self.steps_per_second = passed[0] / max(passed[1], 1e-9)
         if session.is_chief:
             _log.info("step %d: %.4g steps/s", session.step, self.steps_per_second)
 
 
 class LogValues(Hook):
-    """Write values into the log `strategies.session`, level INFO, on the chief.
+    """Log values in `strategies.session` at level INFO, on the chief.
 
     Args:
-        every_steps: how many steps lie between; or
-        every_seconds: how many seconds; or
-        at_end: whether only the last values are of interest.
+        every_steps: number of steps between two logs; or
+        every_seconds: minimum number of seconds between them; or
+        at_end: whether to log only the last values.
 
     Raises:
         ValueError: not exactly one of them is given.
@@ -142,7 +145,7 @@ class LogValues(Hook):
     ) -> None:
         if at_end and (every_steps, every_seconds) != (None, None):
             raise ValueError(
-                "LogValues: expected either at_end, or steps, or seconds, got at_end too"
+                "LogValues: expected one of at_end, steps and seconds, got at_end and another"
             )
         self._timer = (
             None if at_end else Timer("LogValues", steps=every_steps, seconds=every_seconds)
@@ -150,15 +153,17 @@ class LogValues(Hook):
         self._last: Values = {}
 
     def after_create(self, session: Session) -> None:
-        """Begin anew."""
+        """Restart the timer."""
         if self._timer is not None:
             self._timer.reset()
 
     def after_run(self, session: Session, values: Values) -> None:
-        """Log where it is due."""
+        """Log the values if it is due."""
         if self._timer is None:
+            # Kept until `end`, which gets no values.
             self._last = values
         elif self._timer.due(session.step):
+            # On all ranks, so that their timers stay alike; `_write` checks for the chief.
             self._timer.done(session.step)
             self._write(session, values)
 
@@ -174,18 +179,18 @@ class LogValues(Hook):
 
 
 class NanLossError(Exception):
-    """The loss is not a number any more."""
+    """The loss is not finite."""
 
 
 class NanGuard(Hook):
-    """End the training when a value is NaN or infinite, before it is written anywhere.
+    """Stop the training when a value is NaN or infinite, before anything is written.
 
-    Looking at a value that a device computes waits for it.
+    Reading a value that a device computes waits for it.
 
     Args:
-        name: of the value.
-        fail: whether to raise `NanLossError`, on all ranks, or to stop as if this was the end.
-        every_steps: at which steps to look.
+        name: name of the value.
+        fail: whether to raise `NanLossError` on all ranks instead of stopping normally.
+        every_steps: number of steps between two checks.
     """
 
     order = 40
@@ -195,11 +200,11 @@ class NanGuard(Hook):
         self._timer = Timer("NanGuard", steps=every_steps)
 
     def after_create(self, session: Session) -> None:
-        """Begin anew."""
+        """Restart the timer."""
         self._timer.reset()
 
     def after_run(self, session: Session, values: Values) -> None:
-        """Look."""
+        """Check the value if it is due."""
         if not self._timer.due(session.step):
             return
         self._timer.done(session.step)
@@ -207,6 +212,7 @@ class NanGuard(Hook):
             raise errors.InvalidArgumentError(
                 f"NanGuard: expected the step to return {self._name!r}, got {list(values)}"
             )
+        # Waits for a device that still computes the value.
         value = float(values[self._name])
         if math.isfinite(value):
             return
@@ -218,13 +224,13 @@ class NanGuard(Hook):
 
 
 class SaveCheckpoints(Hook):
-    """Say when a checkpoint is due; the session writes it.
+    """Request checkpoints when they are due; the session writes them.
 
-    The state at the beginning counts as saved, since it was restored, or saved there.
+    The initial state counts as saved, because it was restored or is saved at the start.
 
     Args:
-        every_steps: how many steps lie between; or
-        every_seconds: how many seconds, at least, by the chief's clock.
+        every_steps: number of steps between two checkpoints; or
+        every_seconds: minimum number of seconds between them, by the chief's clock.
 
     Raises:
         ValueError: not exactly one of them is given.
@@ -238,28 +244,29 @@ class SaveCheckpoints(Hook):
         self._timer = Timer("SaveCheckpoints", steps=every_steps, seconds=every_seconds)
 
     def after_create(self, session: Session) -> None:
-        """Begin to count."""
+        """Start the timer."""
         self._timer.done(session.step)
 
     def after_run(self, session: Session, values: Values) -> None:
-        """Ask for a checkpoint where it is due."""
+        """Request a checkpoint if it is due."""
+        # The chief alone decides: clocks differ, and one request suffices for all ranks.
         if session.is_chief and self._timer.due(session.step):
             session.request_save()
 
     def after_save(self, session: Session, path: Location) -> None:
-        """Count from here, whoever has asked."""
+        """Restart the timer, also for checkpoints that others requested."""
         self._timer.done(session.step)
 
 
 class Profiler(Hook):
-    """Write a timeline of some steps, for Perfetto; on all ranks.
+    """Write a timeline of some steps for Perfetto, on all ranks.
 
-    For sessions of the world communicator in step; see `collectives.start_timeline`.
+    For sessions in step on the world communicator; see `collectives.start_timeline`.
 
     Args:
-        directory: made where it is missing.
-        first_step: the number of steps that have been done when it begins.
-        num_steps: how many are in it.
+        directory: directory of the timeline, created if it is missing.
+        first_step: number of steps before the timeline starts.
+        num_steps: number of steps in it.
     """
 
     order = 80
@@ -271,31 +278,32 @@ class Profiler(Hook):
         self._running = False
 
     def before_run(self, session: Session) -> None:
-        """Begin where it is time."""
+        """Start the timeline before its first step."""
+        # `==`: a run that resumes after this step writes no timeline.
         if session.step == self._first and not self._running:
             cc.start_timeline(self._directory)
             self._running = True
 
     def after_run(self, session: Session, values: Values) -> None:
-        """End where it is time."""
+        """Stop the timeline after its last step."""
         if session.step >= self._last:
             self.end(session)
 
     def end(self, session: Session) -> None:
-        """End the timeline."""
+        """Stop the timeline."""
         if self._running:
             cc.stop_timeline()
             self._running = False
 
 
 class RunAtEnd(Hook):
-    """Compute something at the end, on all ranks, such as the accuracy of what was trained.
+    """Compute a value at the end on all ranks, such as the accuracy of the trained model.
 
     Args:
         function: called without arguments.
 
     Attributes:
-        value: what it has returned; None before, and where the training did not come to its end.
+        value: result of the function; None before, or if the training did not reach its end.
     """
 
     order = 90
@@ -305,7 +313,7 @@ class RunAtEnd(Hook):
         self.value: Any = None
 
     def end(self, session: Session) -> None:
-        """Compute it."""
+        """Call the function."""
         self.value = self._function()
 
 

@@ -16,20 +16,21 @@ __all__ = ["Summaries"]
 
 
 class Summaries(Hook):
-    """Write the values of steps, on the chief: as JSON lines, for TensorBoard, as a progress bar.
+    """Write the values of steps on the chief: JSON lines, TensorBoard events, a progress bar.
 
-    A run that goes on from a checkpoint drops what was written of later steps.
+    A run that resumes from a checkpoint drops the values of later steps. The file has the number of
+    the step instead of a value named "step"; the bar shows no value named "n".
 
     Args:
-        metrics: file of JSON lines, see `MetricsWriter`; None for none.
+        metrics: file of JSON lines, see `MetricsWriter`; None writes none.
         tensorboard: folder of event files, or an object with `add_scalar(name, value, step)`; None
-            for neither. A folder needs the package tensorboardX.
-        progress: what the progress counts, in a word such as "epochs", with the first of the values
-            beside it; None for none.
-        every_steps: how many steps lie between two that are written.
+            writes none. A folder needs the package tensorboardX.
+        progress: description of the progress bar, a word such as "epochs"; the bar also shows the
+            first value. None shows no bar.
+        every_steps: number of steps between two writes.
 
     Raises:
-        ImportError: tensorboardX is missing; where the session begins.
+        ImportError: tensorboardX is missing; raised when the session begins.
     """
 
     order = 60
@@ -50,18 +51,22 @@ class Summaries(Hook):
         self._shown = 0
 
     def after_create(self, session: Session) -> None:
-        """Open the files, or go back in them."""
+        """Open the files, or return to this step in them."""
         if not session.is_chief:
             return
         step = session.step
         self._timer.reset()
         self._close()
+        # Opened again after a recovery, which drops the values of later steps.
         if self._path is not None:
+            # Step 0 is a new run, which replaces the file.
             self._metrics = MetricsWriter(self._path, resume_step=step or None)
         if isinstance(self._tensorboard, (str, os.PathLike)):
             self._events = _event_writer(Path(self._tensorboard), resume_step=step or None)
         else:
+            # An object of the caller, who also closes it.
             self._events = self._tensorboard
+        # The bar continues after a recovery; it would be drawn twice otherwise.
         if self._description is not None and self._progress is None:
             last, name = session.last_step, self._description
             total = None if last is None else max(last, step)
@@ -71,34 +76,42 @@ class Summaries(Hook):
     def after_run(self, session: Session, values: Mapping[str, Any]) -> None:
         """Write the values of this step."""
         step = session.step
+        # After a return to an earlier step, the bar waits until that step is passed.
         if self._progress is not None and step > self._shown:
-            self._progress.update(step - self._shown, **dict(itertools.islice(values.items(), 1)))
+            first = dict(itertools.islice(values.items(), 1))
+            # In one dict, because a value may have the name of the argument.
+            self._progress.update(**{**first, "n": step - self._shown})
             self._shown = step
         if (self._metrics is None and self._events is None) or not self._timer.due(step):
             return
         self._timer.done(step)
         if self._metrics is not None:
-            self._metrics.write(step=step, **values)
+            self._metrics.write(**{**values, "step": step})
         if self._events is not None:
             for name, value in values.items():
+                # TensorBoard's scalars are numbers; JSON lines also take text.
                 if not isinstance(value, str):
                     self._events.add_scalar(name, float(value), step)
 
     def close(self) -> None:
         """Close everything, also after an error; harmless when repeated."""
-        self._close()
-        if self._progress is not None:
-            self._progress.close()
+        try:
+            self._close()
+        finally:
+            if self._progress is not None:
+                self._progress.close()
 
     def _close(self) -> None:
-        if self._metrics is not None:
-            self._metrics.close()
-        if self._events is not None and self._events is not self._tensorboard:
-            self._events.close()
+        try:
+            if self._metrics is not None:
+                self._metrics.close()
+        finally:
+            if self._events is not None and self._events is not self._tensorboard:
+                self._events.close()
 
 
 def _event_writer(folder: Path, *, resume_step: int | None = None) -> Any:
-    """Open a file of events; TensorBoard hides what older files have after `resume_step`."""
+    """Open an event file; TensorBoard hides older events after `resume_step`."""
     try:
         from tensorboardX import SummaryWriter
     except ImportError as error:
@@ -106,5 +119,6 @@ def _event_writer(folder: Path, *, resume_step: int | None = None) -> Any:
             "Summaries: tensorboardX is missing; install it by `pip install tensorboardX`"
         ) from error
     with atomic_io.translate_errors("Summaries", folder):
+        # TensorBoard hides events from this step on.
         purge = None if resume_step is None else resume_step + 1
         return SummaryWriter(str(folder), purge_step=purge)

@@ -26,20 +26,19 @@ __all__ = ["MetricsWriter", "Progress", "loss_curve", "read_metrics"]
 class MetricsWriter:
     """A file with one JSON object per line, each written at once: `{"step": 3, "loss": 0.5}`.
 
-    A new run begins a new file, and replaces one of the same name. A resumed run keeps the lines
-    up to the step that it resumes from and drops those after it, which the run writes again; so a
-    step occurs once, and the file reads as if there had been no interruption. A last line that was
-    cut off by a crash is dropped, too.
+    A new run replaces the file. A resumed run keeps the lines up to the step that it resumes from
+    and drops later ones, which it writes again. So each step occurs once, as in an uninterrupted
+    run. An incomplete last line, left by a crash, is also dropped.
 
-    Numbers that JSON does not have are written as the strings "NaN", "Infinity", "-Infinity",
-    which `float` reads.
+    Numbers that JSON cannot represent are written as the strings "NaN", "Infinity", "-Infinity",
+    which `float` accepts.
 
     Args:
         path: the file; its directory is created.
         resume_step: step of the checkpoint that the run continues from; None for a new run.
 
     Raises:
-        DataLossError: resuming, and a line other than the last is damaged.
+        DataLossError: the run resumes, and a line other than the last is damaged.
         OpError: the file cannot be written.
     """
 
@@ -51,10 +50,11 @@ class MetricsWriter:
             if resume_step is not None and self._path.exists():
                 _keep_until(self._path, resume_step)
             mode = "wb" if resume_step is None else "ab"
+            # Unbuffered: readers see a line at once, and a crash loses none.
             self._file = self._path.open(mode, buffering=0)
 
-    def write(self, *, step: int, **scalars: Any) -> None:
-        """Write one line, so that another process sees it when the call returns.
+    def write(self, /, *, step: int, **scalars: Any) -> None:
+        """Write one line, so that other processes see it when the call returns.
 
         Args:
             step: training step, an integer.
@@ -66,7 +66,10 @@ class MetricsWriter:
             FailedPreconditionError: the writer is closed.
             ResourceExhaustedError: the disk is full.
         """
+        # Converted before the lock is taken: reading a device array may take long.
         fields = {name: _scalar(name, value) for name, value in scalars.items()}
+        # `_scalar` has turned NaN and infinities into text, because readers of other languages
+        # reject them.
         text = json.dumps({"step": operator.index(step), **fields}, allow_nan=False)
         with self._lock, atomic_io.translate_errors("metrics", self._path):
             if self._file.closed:
@@ -77,14 +80,15 @@ class MetricsWriter:
             try:
                 rest = memoryview(f"{text}\n".encode())
                 while rest:
+                    # An unbuffered file may write less than it is given.
                     rest = rest[self._file.write(rest) :]
             except OSError:
                 with contextlib.suppress(OSError):
-                    self._file.truncate(begin)  # half a line would spoil the next one
+                    self._file.truncate(begin)  # half a line would damage the next one
                 raise
 
     def close(self) -> None:
-        """Close the file; harmless when called again."""
+        """Close the file; harmless when repeated."""
         with self._lock, atomic_io.translate_errors("metrics", self._path):
             self._file.close()
 
@@ -96,10 +100,10 @@ class MetricsWriter:
 
 
 def read_metrics(path: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Give the lines of a metrics file; a last line that was cut off is passed over.
+    """Return the lines of a metrics file; an incomplete last line is skipped.
 
     Raises:
-        NotFoundError: there is no such file.
+        NotFoundError: the file does not exist.
         DataLossError: a line other than the last is damaged; the message gives its number.
     """
     with atomic_io.translate_errors("metrics", Path(path)):
@@ -110,17 +114,17 @@ def loss_curve(path_jsonl: str | os.PathLike[str], path_png: str | os.PathLike[s
     """Draw every metric with "loss" in its name over the step, as a PNG picture.
 
     Args:
-        path_jsonl: what a `MetricsWriter` wrote.
-        path_png: the picture; replaced when it exists.
+        path_jsonl: file of a `MetricsWriter`.
+        path_png: file of the picture; an existing one is replaced.
 
     Raises:
         ImportError: matplotlib is not installed.
-        NotFoundError: there is no such file of metrics.
-        DataLossError: it is damaged.
-        InvalidArgumentError: it holds no loss.
+        NotFoundError: the metrics file does not exist.
+        DataLossError: the metrics file is damaged.
+        InvalidArgumentError: the metrics file contains no loss.
     """
     try:
-        # Without pyplot, which would choose a window system and keep the figure alive.
+        # Without pyplot, which would select a GUI backend and keep the figure alive.
         from matplotlib.backends.backend_agg import FigureCanvasAgg
         from matplotlib.figure import Figure
     except ImportError as error:
@@ -140,10 +144,12 @@ def loss_curve(path_jsonl: str | os.PathLike[str], path_png: str | os.PathLike[s
     for name in names:
         points = [(fields["step"], float(fields[name])) for fields in lines if name in fields]
         steps, values = zip(*points, strict=True)
+        # A line through one point would be invisible.
         marker = "o" if len(points) == 1 else None
         axes.plot(steps, values, label=name, marker=marker)
     axes.grid(alpha=0.3)
     axes.legend()
+    # Replaced in one step, so that a viewer never reads half a picture.
     part = Path(path_png).with_name(f".tmp-{Path(path_png).name}")
     with atomic_io.translate_errors("loss_curve", Path(path_png)):
         part.parent.mkdir(parents=True, exist_ok=True)
@@ -155,14 +161,14 @@ def loss_curve(path_jsonl: str | os.PathLike[str], path_png: str | os.PathLike[s
 
 
 class Progress:
-    """Shows people how far the work is: a bar on a terminal, now and then a line elsewhere.
+    """Shows progress: a bar on a terminal, a line every `interval` seconds elsewhere.
 
     Args:
-        total: number of the last step; None where it is not known.
-        description: what is going on, in a word or two.
-        enabled: False shows nothing; for all ranks but one.
-        interval: seconds between lines where the output is not a terminal.
-        file: where to write; standard error by default.
+        total: number of the last step; None if unknown.
+        description: description of the work, in a word or two.
+        enabled: whether to show anything; use False on all ranks but one.
+        interval: seconds between lines if the output is not a terminal.
+        file: output file; None for standard error.
         initial: number of steps done before.
 
     Example:
@@ -199,8 +205,8 @@ class Progress:
             else None
         )
 
-    def update(self, n: int = 1, **values: Any) -> None:
-        """Count `n` more steps as done and show `values` beside them; nothing after `close`."""
+    def update(self, /, n: int = 1, **values: Any) -> None:
+        """Count `n` more steps as done and show `values`; does nothing after `close`."""
         if not self._open:
             return
         self._done += n
@@ -208,11 +214,12 @@ class Progress:
         if self._bar is not None:
             self._bar.set_postfix_str(_phrase(self._values), refresh=False)
             self._bar.update(n)
+        # Lines in a log file should not be one per step.
         elif time.monotonic() - self._shown_at >= self._interval:
             self._show()
 
     def close(self) -> None:
-        """Show the last state; harmless when called again."""
+        """Show the final state; harmless when repeated."""
         if not self._open:
             return
         self._open = False
@@ -245,10 +252,11 @@ class Progress:
 
 
 def _bar(total: int | None, description: str, file: TextIO, initial: int) -> Any:
+    # Here, because only a terminal needs it.
     from tqdm import tqdm
 
     class Bar(tqdm):  # type: ignore[misc]
-        monitor_interval = 0  # no thread of its own
+        monitor_interval = 0  # starts no thread
 
     return Bar(
         total=total, initial=initial, desc=description, file=file, miniters=1, dynamic_ncols=True
@@ -256,7 +264,7 @@ def _bar(total: int | None, description: str, file: TextIO, initial: int) -> Any
 
 
 def _phrase(values: dict[str, Any]) -> str:
-    """Give "loss 0.3333, accuracy 0.9"."""
+    """Return values as text: "loss 0.3333, accuracy 0.9"."""
     return ", ".join(
         f"{name} {value}" if isinstance(value, (str, int)) else f"{name} {float(value):.4g}"
         for name, value in values.items()
@@ -264,7 +272,7 @@ def _phrase(values: dict[str, Any]) -> str:
 
 
 def _scalar(name: str, value: Any) -> bool | int | float | str:
-    """Give the value as JSON has it."""
+    """Return a value in a type that JSON supports."""
     if isinstance(value, (np.generic, np.ndarray)) and value.size == 1:
         value = value.item()
     if isinstance(value, (bool, int, str)):
@@ -284,10 +292,11 @@ def _scalar(name: str, value: Any) -> bool | int | float | str:
 
 
 def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
-    """Give each line and what it says, but for a last one without an end."""
+    """Yield each line with its parsed object; skip an incomplete last line."""
     with path.open("rb") as file:
         for number, line in enumerate(file, start=1):
             if not line.endswith(b"\n"):
+                # Another process may be writing it, or a crash has cut it.
                 return
             try:
                 fields = json.loads(line)
@@ -301,9 +310,10 @@ def _lines(path: Path) -> Iterator[tuple[bytes, dict[str, Any]]]:
 
 
 def _keep_until(path: Path, step: int) -> None:
-    """Drop the lines of later steps; the file is there, old or new, whatever happens."""
+    """Drop the lines of later steps, atomically."""
     kept = b"".join(line for line, fields in _lines(path) if fields["step"] <= step)
     part = path.with_name(f".tmp-{path.name}")
+    # A crash may have left it behind, and `write_file` requires that it does not exist.
     part.unlink(missing_ok=True)
     atomic_io.write_file(part, kept)
     atomic_io.rename(part, path)

@@ -5,7 +5,7 @@
     enter    begin of all hooks; the chief restores, all learn the step; after_create; first save
     run      before_run of all hooks -> one step -> after_run of all hooks
              then one exchange of 40 bytes: does any rank want to stop, to save, to leave?
-    exit     a last save if there were steps since; end of all hooks; status 85 if asked to stop
+    exit     last save if there were steps since; end of all hooks; status 85 if asked to stop
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from strategies.elastic import event_log
 from strategies.elastic.elastic_state import State
 from strategies.elastic.fault_injection import inject
 from strategies.elastic.preemption import Preemption
+from strategies.elastic.surviving_ranks import retry_on_survivors
 from strategies.session.hook_base import Hook, HookList
 from strategies.session.hooks import SaveCheckpoints, StopAtStep
 from strategies.session.session_state import SessionState
@@ -36,55 +37,58 @@ R = TypeVar("R")
 
 _log = logging.getLogger(__name__)
 
+# Errors that end the block quietly: the input is used up.
 _ENDS = (errors.OutOfRangeError, StopIteration)
 _RECOVERABLE = (errors.AbortedError, errors.UnavailableError)
 
 
 class TrainingSession:
-    """Steps around which everything else of a long run happens; to be used with `with`.
+    """Runs the steps of a training with checkpoints, hooks and preemption; use it with `with`.
 
-    A *step* is whatever `run` calls once: a batch, or a whole epoch. Before the first one the state
-    is that of the newest checkpoint, if there is one, on all ranks. Checkpoints are written every
-    so many steps or seconds, at the beginning, at the end, and when the batch system asks the job
-    to stop (`Preemption`); then the end of the block leaves the program with status 85.
+    A *step* is one call of `run`: a batch, or a whole epoch. Before the first step all ranks
+    restore the newest checkpoint if there is one. Checkpoints are written periodically, at the
+    start, at the end, and when the batch system asks the job to stop (`Preemption`). In that case
+    the end of the block exits with status 85.
 
-    Ranks that train *in step* call `run` equally often; all stop, save and leave after the same
-    step, and an error of one rank is raised on all. Others, such as the workers of asynchronous
-    parameter servers, wait for each other at the beginning and the end alone, and one of them, the
-    chief, saves by itself.
+    Ranks that train *in step* call `run` equally often. They all stop, save and exit after the same
+    step, and an error of one rank is raised on all. Other ranks, such as the workers of
+    asynchronous parameter servers, only synchronize at the start and the end; the chief saves
+    alone. Where the job outlives dead ranks, the end waits for the surviving ranks only, and
+    replaces `comm` by a communicator of them.
 
     The end of the input (`OutOfRangeError`, `StopIteration`) ends the block without an error. After
-    an error that is `recoverable`, ranks in step go back to the last checkpoint and on from there;
-    no other error is ever retried.
+    a `recoverable` error, ranks in step return to the last checkpoint and continue. Other errors
+    are never retried.
 
-    In `run_elastic` a session is opened in `train`, over the ranks that live, and given the state:
-    it commits to it every few steps, and begins after the steps of the last commit. Only before the
-    first of these does it restore a checkpoint.
+    In `run_elastic`, open a session in `train` with the state. It commits to the state every few
+    steps, and starts after the steps of the last commit. Only before the first commit does it
+    restore a checkpoint.
 
     Args:
-        saver: what to save, and where; None for nothing. If its manager has no ranks, that of the
-            chief is used alone.
-        comm: the ranks that train; those of the saver's checkpoints, or of the state, if None.
-        state: what those that live go on from when ranks have died; one of its things is `step`.
-        commit_steps: how many steps lie between two commits to it.
-        in_step: whether they train in step.
-        restore: whether to go on from the newest checkpoint.
-        save_steps: how many steps lie between two checkpoints; instead of seconds.
-        save_seconds: how many seconds, by the chief's clock. None, with `save_steps` None as well:
-            only at the beginning, at the end, and when asked to stop.
-        metric: name of the value that says how good a checkpoint is, for `CheckpointManager.best`.
-        hooks: what else is to be done around the steps; see `strategies.session.hooks`.
-        global_step: counts the steps where something else does; each `run` is one if None.
-        preemption: that is open already; None for one of the session's own.
-        recoverable: kinds of errors after which training goes on from the last checkpoint.
-        retries: how many recoveries there may be for one step.
-        recover: called after such an error, before anything is restored; may return another saver,
-            over the ranks that go on. *Collective* if the session is in step.
+        saver: saves and restores the objects; None saves nothing. If its manager has no ranks, only
+            the chief's is used.
+        comm: the ranks that train; None uses those of the saver's checkpoints or of the state.
+        state: state that the surviving ranks resume from after a death; it contains `step`.
+        commit_steps: number of steps between two commits to the state.
+        in_step: whether the ranks train in step.
+        restore: whether to restore the newest checkpoint.
+        save_steps: number of steps between two checkpoints; replaces `save_seconds`.
+        save_seconds: seconds between two checkpoints by the chief's clock. If both are None,
+            checkpoints are written only at the start, at the end, and when asked to stop.
+        metric: name of the value that rates a checkpoint, for `CheckpointManager.best`.
+        hooks: further actions around the steps; see `strategies.session.hooks`.
+        global_step: returns the number of steps if another object counts them; None counts each
+            `run` as one.
+        preemption: an open `Preemption`; None opens one.
+        recoverable: classes of errors after which training resumes from the last checkpoint.
+        retries: maximum number of recoveries per step.
+        recover: called after such an error, before anything is restored; may return another saver
+            over the ranks that continue. *Collective* if the session is in step.
 
     Raises:
-        TypeError: the saver is something else.
-        ValueError: ranks that are not in step share a saver's manager; or the state is one of other
-            ranks, or has no `step`.
+        TypeError: `saver` is not a Saver.
+        ValueError: ranks that are not in step share a manager; or the state belongs to other ranks
+            or has no `step`.
 
     Example:
         >>> import numpy as np, strategies
@@ -122,6 +126,7 @@ class TrainingSession:
         if saver is not None and not hasattr(saver, "checkpoints"):
             raise TypeError(f"TrainingSession: expected a Saver or None, got {saver!r}")
         shared = None if saver is None else saver.checkpoints.comm
+        # Saving together is collective, and these ranks reach their steps at different times.
         if shared is not None and not in_step:
             raise ValueError(
                 "TrainingSession: ranks that are not in step cannot save together, expected a "
@@ -139,10 +144,12 @@ class TrainingSession:
         self._global_step = global_step
         self._preemption = Preemption() if preemption is None else preemption
         self._owns_preemption = preemption is None
+        # Without a checkpoint or a commit there is nothing to return to, so every error is final.
         keeps = saver is not None or state is not None
         self._recoverable = recoverable if in_step and keeps else ()
         self._retries = integer("TrainingSession", "retries", retries, least=0)
         self._recover_ranks = recover
+        # -1: the first state is not in a file yet, even if it is that of step 0.
         self._step, self._saved_step, self._committed_step, self._steps_done = 0, -1, 0, 0
         self._values: Mapping[str, Any] = {}
         self._stop = StopControl(self._preemption)
@@ -155,82 +162,82 @@ class TrainingSession:
             comm = state.comm if comm is None else comm
             if comm is not state.comm or not self._in_step or "step" not in state:
                 raise ValueError(
-                    "TrainingSession: expected a state of the ranks that train in step, with a "
-                    "thing called step, such as State(comm, step=0, model=model), and a "
-                    "CheckpointManager(directory, state.comm), got one of other ranks or things"
+                    "TrainingSession: expected a state of the ranks that train in step that "
+                    "contains step, such as State(comm, step=0, model=model), and a "
+                    "CheckpointManager(directory, state.comm), got other ranks or no step"
                 )
-        self._all = ProcessGroup(comm)  # at the beginning and the end
-        self._ranks = self._all if self._in_step else ProcessGroup()  # at every step
+        self._all = ProcessGroup(comm)  # synchronizes at the start and the end
+        self._ranks = self._all if self._in_step else ProcessGroup()  # synchronizes in every step
         self._kept = SessionState(saver, state, self._all, self._ranks)
 
     @property
     def step(self) -> int:
-        """How many steps have been done, those before the last checkpoint included."""
+        """Number of steps done, including those before the restored checkpoint."""
         return self._step
 
     @property
     def last_step(self) -> int | None:
-        """Step at which the training is to end; None where no hook says it."""
+        """Step at which the training ends; None if no hook defines it."""
         known = [hook.last_step for hook in self._last_step_hooks if hook.last_step is not None]
         return min(known, default=None)
 
     @property
     def is_chief(self) -> bool:
-        """Whether this process writes what is written once."""
+        """Whether this process writes shared files."""
         return self._all.rank == 0
 
     @property
     def preempted(self) -> bool:
-        """Whether the session has stopped because the batch system has asked for it."""
+        """Whether the session has stopped because the batch system asked it to."""
         return self._preemption.accepted
 
     def should_stop(self) -> bool:
-        """Whether there is no further step to be made; the same on all ranks that are in step."""
+        """Return whether the training is over; the same on all ranks in step."""
         return self._stop.stopping
 
     def request_stop(self) -> None:
-        """Stop after the current step; on all ranks that are in step, if one of them says so."""
+        """Stop after the current step; one rank in step suffices to stop all."""
         self._stop.request_stop()
 
     def request_save(self) -> None:
-        """Write a checkpoint after the current step; of ranks not in step, the chief says so."""
+        """Write a checkpoint after this step; if not in step, only the chief's call counts."""
         self._stop.request_save()
 
     def __getitem__(self, name: str) -> Any:
-        """Return a thing of the saver: the one that was given last, or restored since."""
+        """Return an object of the saver, as last passed to `update` or restored."""
         return self._kept[name]
 
     def update(self, **things: Any) -> None:
-        """Hand over things that are no longer the same objects, for the next checkpoint."""
+        """Replace objects by new ones, for the next checkpoint."""
         self._kept.update(things)
 
     def run(self, function: Callable[..., R], /, *args: Any, **kwargs: Any) -> R:
-        """Make a step: call a function, and do what is to be done around it.
+        """Run a step: call a function, with hooks, checkpoints and recovery around it.
 
         *Collective* if the session is in step.
 
         Args:
-            function: one step. If it returns a dict, hooks see it as values by name. Called again
-                after a recovery: what depends on `session.step` should ask for it there.
-            args: for it.
-            kwargs: likewise.
+            function: one step. If it returns a dict, hooks receive it as values by name. It is
+                called again after a recovery, so it should read `session.step` itself.
+            args: positional arguments of the function.
+            kwargs: keyword arguments of the function.
 
         Returns:
-            What it has returned.
+            The result of the function.
 
         Raises:
-            RuntimeError: the session is to stop, or is not open.
+            RuntimeError: the session has stopped or is not open.
             OutOfRangeError: the input has ended; let it leave the block.
-            Exception: what the function or a hook has raised; on all ranks that are in step.
+            Exception: the error of the function or a hook; on all ranks in step.
 
         Cost: 2 to 6 us, and an all-reduce of 40 bytes if the session is in step.
         """
         if self._stop.stopping or not self._open:
             raise RuntimeError(
-                f"run: expected an open session that is not to stop, which `should_stop` says "
-                f"before each step, got one that {'is to stop' if self._open else 'is not open'} "
-                f"(step {self._step})"
+                f"run: the session {'has stopped' if self._open else 'is not open'}, expected an "
+                f"open one; check should_stop() before each step (step {self._step})"
             )
+        # Counted per step: a step that always fails must not be repeated for ever.
         failures = 0
         while True:
             try:
@@ -245,13 +252,16 @@ class TrainingSession:
         def body() -> R:
             for call in self._hooks.before_run:
                 call(self)
+            # Inside the step, so that an injected error is recovered like one of the program.
             inject(self._step, self._kept.arrays())
             try:
                 return function()
             except StopIteration as error:
+                # A StopIteration that leaves a generator of the caller would become a RuntimeError.
                 raise errors.OutOfRangeError("run: the input has ended") from error
 
         result = self._ranks.raise_together("run", body)
+        # Restored below if a hook fails on any rank, because the step does not count then.
         done = self._step
         self._step = done + 1 if self._global_step is None else self._global_step()
         try:
@@ -260,12 +270,14 @@ class TrainingSession:
             self._step = done
             raise
         self._steps_done += 1
+        # After the agreement on this step, so that a commit never contains a step that failed on a
+        # rank.
         if self._state is not None and self._step - self._committed_step >= self._commit_steps:
             self._commit()
         return result
 
     def _show_to_hooks(self, result: Any) -> Exception | None:
-        """Show the values to the hooks; returns the error of one of them."""
+        """Call the hooks with the values; return the error of the first that fails."""
         self._values = result if isinstance(result, Mapping) else {}
         try:
             for call in self._hooks.after_run:
@@ -275,41 +287,50 @@ class TrainingSession:
         return None
 
     def _settle(self, failure: Exception | None = None) -> None:
-        """Agree on what is to be done after this step, and do it."""
+        """Agree on the actions after this step, and run them."""
+        # The error of a hook goes into the exchange, and is raised there on all ranks.
         due = self._stop.resolve(self._step, self._steps_done, failure)
+        # Commit before saving: if a rank dies during the save, this step is not lost.
         if due.leave and self._state is not None and self._step != self._committed_step:
-            self._commit()  # who dies while it is saved takes no step along
+            self._commit()
+        # If not in step, other ranks may have changed the variables since this rank saved.
         is_saved = self._in_step and self._step == self._saved_step
-        # Ranks that are not in step save when all have stopped.
+        # Ranks that are not in step save in `_end`, when all have stopped.
         if due.save and not is_saved and (self._in_step or not due.leave):
             self._save()
         if due.leave and not due.stop:
+            # A training that is over anyway ends without status 85, which would requeue the job.
             self._stop.finished(self._step)
 
     def _recover(self, error: Exception) -> None:
-        """Go back to the last commit, or checkpoint."""
+        """Return to the last commit or checkpoint."""
         _log.warning("step %d has failed, going back: %s", self._step, error)
         event_log.write("retried", step=self._step, error=f"{type(error).__name__}: {error}")
         saver = None if self._recover_ranks is None else self._recover_ranks(error)
         if saver is not None:
+            # The ranks may have changed, so all agreements need the new communicator.
             self._meet(saver, saver.checkpoints.comm)
         if not self._is_back(self._kept.go_back()):
+            # No checkpoint and no commit exist yet, so the error is final.
             raise error
         self._begin_steps()
 
     def _begin_steps(self) -> None:
-        """Let hooks know that the state is there, and learn whether there is anything to do."""
+        """Call `after_create` of the hooks, and check whether there is a step to run."""
         self._call_hooks("after_create")
+        # After the hooks: a plan is collective, and a hook may fail on one rank.
         self._stop.meet(self._ranks)
+        # A hook may stop at once, such as when the last step was restored.
         self._settle()
 
     def _call_hooks(self, name: str) -> None:
-        """Call one method of all hooks, which may be collective."""
+        """Call one method of all hooks, which may be collective; errors are raised on all ranks."""
         self._all.raise_together(name, lambda: self._hooks.call(name, self))
 
     def _is_back(self, step: int | None) -> bool:
-        """Count from a step to which things have gone back; False if there is none."""
+        """Set the step counters to a restored step; return False if there is none."""
         if step is not None:
+            # After a checkpoint the state was committed as well; see `SessionState.begin`.
             self._step = self._committed_step = step
             self._saved_step = step if self._kept.is_in_file else -1
             event_log.write("restored", step=step, file=self._kept.from_file)
@@ -320,7 +341,7 @@ class TrainingSession:
         self._committed_step = self._step
 
     def _save(self) -> None:
-        """Write a checkpoint; ranks in step together."""
+        """Write a checkpoint; together if in step."""
         began = time.monotonic()
         metric = self._values.get(self._metric) if self._metric is not None else None
         path = self._kept.save(self._step, metric)
@@ -329,8 +350,10 @@ class TrainingSession:
             for call in self._hooks.after_save if path is not None and self.is_chief else ():
                 call(self, path)
 
+        # Only the chief calls hooks here, so its error must reach the other ranks.
         self._ranks.run_then_agree("save: hooks", tell)
         self._saved_step = self._step
+        # Includes the hooks: the grace period of a preemption must suffice for both.
         seconds = time.monotonic() - began
         self._stop.saved(seconds)
         if path is not None:
@@ -338,6 +361,7 @@ class TrainingSession:
 
     def __enter__(self) -> TrainingSession:
         if self._owns_preemption:
+            # First, so that a signal during the restore is not lost.
             self._preemption.__enter__()
         try:
             self._call_hooks("begin")
@@ -346,12 +370,15 @@ class TrainingSession:
             self._stop.begin()
             self._begin_steps()
             if not restored and self._saved_step < 0:
-                self._save()  # what there is to go back to before the next one
-            self._all.agree("the session is open")  # nobody trains before it is saved
+                self._save()  # so that a failure before the first checkpoint can return here
+            self._all.agree("the session is open")  # no rank trains before the save is complete
         except BaseException:
-            self._close()
-            if self._owns_preemption:
-                self._preemption.__exit__(RuntimeError, None, None)
+            try:
+                self._close()
+            finally:
+                if self._owns_preemption:
+                    # With an error, so that it does not exit with status 85 instead of raising.
+                    self._preemption.__exit__(RuntimeError, None, None)
             raise
         return self
 
@@ -361,35 +388,54 @@ class TrainingSession:
         error: BaseException | None,
         trace: TracebackType | None,
     ) -> bool:
-        """End; *collective* unless there is an error.
+        """Close the session; *collective* unless there is an error.
 
         Raises:
-            SystemExit: with status 85, if the session has stopped because it was asked to.
+            SystemExit: with status 85, if the batch system asked the job to stop.
         """
         well = kind is None or issubclass(kind, _ENDS)
         failed: type[BaseException] | None = RuntimeError
         try:
-            if well:
-                self._end()
+            try:
+                if well:
+                    self._end()
+            finally:
+                # Before the preemption, which may exit.
+                self._close()
             failed = None if well else kind
         finally:
-            self._close()
             if self._owns_preemption:
                 self._preemption.__exit__(failed, None, None)
         return well
 
     def _end(self) -> None:
         if not self._in_step:
-            self._all.agree("end of the session")
+            self._wait_for_survivors("end of the session")
             if self._steps_done or self._stop.asked:
-                self._saved_step = -1  # others may have trained on since this rank saved
+                self._saved_step = -1  # other ranks may have trained since this rank saved
         if self._step != self._saved_step:
             self._save()
         if self._state is not None and self._step != self._committed_step:
-            self._commit()  # who dies from here on takes no step along
+            self._commit()  # a rank that dies from here on does not lose the step
+        # The last checkpoint may still be written in the background.
         self._all.raise_together("save", self._kept.wait)
         self._call_hooks("end")
-        self._all.agree("the session has ended")
+        # No rank leaves while another still needs it, such as for an evaluation in `end`.
+        self._wait_for_survivors("the session has ended")
+
+    def _wait_for_survivors(self, point: str) -> None:
+        """Wait until all ranks are at a point; out of step, only until the surviving ranks are.
+
+        If the chief has died, the first surviving rank is the chief from then on.
+        """
+        comm = self._all.comm
+        # In step, the surviving ranks have lost a part of the batch, so they raise.
+        if self._in_step or comm is None:
+            self._all.agree(point)
+            return
+        self._all.comm = retry_on_survivors(comm, lambda ranks: ProcessGroup(ranks).agree(point))
+        if lost := comm.size - self._all.size:
+            _log.warning("%d of %d ranks have died; the session ends without them", lost, comm.size)
 
     def _close(self) -> None:
         self._stop.stopping = True

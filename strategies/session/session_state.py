@@ -17,18 +17,18 @@ __all__ = ["SessionState"]
 
 
 class SessionState:
-    """The things of a saver and of a state in memory, and those that are new since they were kept.
+    """The objects of a saver and an in-memory state, and their replacements since the last save.
 
     Args:
-        saver: of all ranks; or, where its manager has no ranks, of which the chief's is used.
-            None: nothing is saved.
-        state: what ranks go on from when others have died; None for nothing.
+        saver: saver of all ranks; if its manager has no ranks, the chief's is used. None saves
+            nothing.
+        state: state that ranks resume from after a death, or None.
         everyone: the ranks of the session.
-        in_step: the ranks that save at the same time: these, or this one alone.
+        in_step: the ranks that save at the same time: `everyone`, or this rank alone.
 
     Attributes:
-        from_file: whether the things were given back last by a checkpoint.
-        is_in_file: whether there is a checkpoint of just this step.
+        from_file: whether the last restore was from a checkpoint.
+        is_in_file: whether a checkpoint of this step exists.
     """
 
     def __init__(
@@ -42,12 +42,13 @@ class SessionState:
         self._everyone, self._in_step = everyone, in_step
         self._together = saver is not None and saver.checkpoints.comm is not None
         self.from_file = self.is_in_file = False
-        self._on_its_way = -1  # step of a checkpoint that may not be complete
+        self._on_its_way = -1  # step of the checkpoint in the background
         self._unsaved: dict[str, Any] = {}
         self._uncommitted: dict[str, Any] = {}
 
     def __getitem__(self, name: str) -> Any:
-        """Return a thing: the one that was given last, or restored since."""
+        """Return an object, as last passed to `update` or restored."""
+        # Newest first: objects that `update` has replaced since the last save or commit.
         for things in (self._unsaved, self._uncommitted):
             if name in things:
                 return things[name]
@@ -58,11 +59,13 @@ class SessionState:
         return self._state[name]
 
     def update(self, things: Mapping[str, Any]) -> None:
-        """Take things that are no longer the same objects."""
+        """Replace objects by new ones."""
         state, saver = self._state, self._saver
         if state is None:
             self._unsaved |= things
             return
+        # A name may belong to the state, to the saver or to both; each keeps it until its own next
+        # copy.
         committed = {name: thing for name, thing in things.items() if name in state}
         self._uncommitted |= committed
         self._unsaved |= {
@@ -72,45 +75,49 @@ class SessionState:
         }
 
     def arrays(self) -> Iterator[Any]:
-        """Give the arrays of all things, as they are."""
+        """Yield the arrays of all objects, without copies."""
         keeper = self._saver or self._state
         if keeper is not None:
             yield from keeper.arrays()
 
     def begin(self, restore: bool) -> int | None:
-        """Find out where to begin, *collective*: after the steps of the last commit, if any.
+        """Restore the last commit if there is one, or else a checkpoint; *collective*.
 
         Args:
-            restore: whether else at the newest checkpoint.
+            restore: whether to restore the newest checkpoint without a commit.
 
         Returns:
-            The number of steps; None where there were none before.
+            The number of steps done; None without a commit or checkpoint.
         """
         state = self._state
         self.from_file = self.is_in_file = False
+        # A commit of step 0 was made before any step, so no checkpoint is older.
         if state is not None and state.number >= 0 and state["step"] > 0:
             self._take_from_state()
             if self._saver is not None:
-                # A session before a death may have saved it; who has come in since does not know.
+                # An earlier session may have saved this step; ranks admitted since do not know it.
                 own = state.in_files.get(str(self._saver.checkpoints.directory), -1)
                 self.is_in_file = state.comm.allreduce(own, op=cc.MAX) == state["step"]
             return int(state["step"])
         step = self._restore() if restore else None
         if state is not None and (step is not None or state.number < 0):
             if self._saver is not None and step is not None:
+                # The saver may have replaced objects, which the state must then commit.
                 self._uncommitted |= {name: self._saver[name] for name in self._common()}
+            # A death before the next commit returns to this step.
             self.commit(0 if step is None else step)
         return step
 
     def go_back(self) -> int | None:
-        """Go back to the last commit, or else the newest checkpoint, *collective*.
+        """Return to the last commit, or without a state to the newest checkpoint; *collective*.
 
         Returns:
-            Its step; None if there is none.
+            Its step; None without a checkpoint.
 
         Raises:
-            FailedPreconditionError: a thing is a pipeline, which does not go back.
+            FailedPreconditionError: an object is a pipeline, which cannot return.
         """
+        # Replacements of the failed step must not outlive it.
         self._discard()
         if self._state is None:
             return self._restore()
@@ -120,16 +127,17 @@ class SessionState:
         return int(self._state["step"])
 
     def commit(self, step: int) -> None:
-        """Commit in memory, *collective*."""
+        """Commit the objects in memory, *collective*."""
         assert self._state is not None
         self._state.commit(**{**self._uncommitted, "step": step})
+        # Only after the commit: if it fails, the next one needs them again.
         self._uncommitted.clear()
 
     def save(self, step: int, metric: float | None) -> Location | None:
-        """Write a checkpoint, *collective* among the ranks that do so at the same time.
+        """Write a checkpoint, *collective* among `in_step`.
 
         Returns:
-            The directory; None where another rank writes for this one, or nothing is saved.
+            The directory; None if another rank writes, or nothing is saved.
         """
         saver = self._saver
         if saver is None:
@@ -141,44 +149,46 @@ class SessionState:
         self._unsaved.clear()
         self._on_its_way = step
         if not saver.checkpoints.in_background:
+            # A checkpoint in the background counts only when it is complete, in `wait`.
             self._note_file()
         return path
 
     def wait(self) -> None:
-        """Wait for what is on its way in the background."""
+        """Wait for the checkpoint in the background."""
         if self._saver is not None and self._writes:
             self._saver.checkpoints.wait()
             self._note_file()
 
     def _note_file(self) -> None:
-        """Let the state know of a checkpoint that is complete."""
+        """Record the complete checkpoint in the state."""
         if self._state is not None and self._saver is not None:
             self._state.in_files[str(self._saver.checkpoints.directory)] = self._on_its_way
 
     def _common(self) -> list[str]:
-        """Return the names that both know."""
+        """Return the names that saver and state share."""
         saver, state = self._saver, self._state
         if saver is None or state is None:
             return []
         return [name for name in state if name in saver]
 
     def _take_from_state(self) -> None:
-        """Let the saver have what the state has: other objects, where things do not change."""
+        """Pass the state's objects to the saver, because restoring may have replaced them."""
         assert self._state is not None
         self._unsaved |= {name: self._state[name] for name in self._common()}
 
     def _discard(self) -> None:
         for name, thing in self._unsaved.items():
+            # Its threads have read ahead, and rows in its buffers would be lost.
             if kinds.protocol_of(thing) is kinds.KINDS["pipeline"]:
                 raise errors.FailedPreconditionError(
-                    f"recover: a pipeline does not go back, expected to start the program again, "
-                    f"which goes on from the last checkpoint (name: {name})"
+                    f"recover: a pipeline cannot return to an earlier batch, start the program "
+                    f"again to resume from the last checkpoint (name: {name})"
                 )
         self._unsaved.clear()
         self._uncommitted.clear()
 
     def _restore(self) -> int | None:
-        """Restore the newest checkpoint, *collective*; returns its step, None if there is none."""
+        """Restore the newest checkpoint, *collective*; return its step, or None without one."""
         saver = self._saver
         self.from_file = self.is_in_file = True
         if saver is None or self._together:
@@ -187,6 +197,7 @@ class SessionState:
             "restore", lambda: saver.restore() if self._writes else None
         )
         comm = self._everyone.comm
+        # Only the chief has read the file; the other ranks learn its step.
         return step if comm is None else comm.broadcast_object(step)
 
     @property

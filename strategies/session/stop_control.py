@@ -2,7 +2,7 @@
 
 ::
 
-    own wishes, a signal, the time that is left  ->  one exchange  ->  save, leave, no more steps
+    own requests, a signal, the time left  ->  one exchange  ->  save, leave, no more steps
 """
 
 from __future__ import annotations
@@ -23,18 +23,18 @@ __all__ = ["StepActions", "StopControl"]
 
 _log = logging.getLogger(__name__)
 
-# Of the time that is left after a signal, this many steps and saves are kept for the last ones.
+# Number of mean step and save times to reserve before the end of the grace period.
 _SPARE_STEPS, _SPARE_SAVES = 6, 2
 
 
 class _StepVotes(NamedTuple):
-    """What one rank wants at the end of a step, or what any rank wants.
+    """Requests of one rank at the end of a step, or their logical or over the ranks.
 
     Attributes:
         stop: the training is over.
         save: a checkpoint is due.
         asked: the batch system has asked the job to stop.
-        leave: no time is left for another step.
+        leave: there is no time for another step.
         failed: a hook has raised an error.
     """
 
@@ -46,12 +46,12 @@ class _StepVotes(NamedTuple):
 
 
 class StepActions(NamedTuple):
-    """What is to be done after a step.
+    """Actions after a step.
 
     Attributes:
-        save: a checkpoint is to be written.
-        leave: the batch system has asked, and there is no further step.
-        stop: the training is over, whoever has asked.
+        save: write a checkpoint.
+        leave: exit because the batch system asked; no further step.
+        stop: the training is over, for any reason.
     """
 
     save: bool = False
@@ -59,18 +59,19 @@ class StepActions(NamedTuple):
     stop: bool = False
 
 
+# One object for the usual case, because this runs in every step.
 _NOTHING = StepActions()
 
 
 class StopControl:
-    """What this rank wants, and what all ranks in step have agreed on.
+    """The requests of this rank, and the decisions of all ranks in step.
 
     Args:
-        preemption: hears of signals; open.
+        preemption: open receiver of stop signals.
 
     Attributes:
-        stopping: whether there is no further step to be made.
-        asked: whether any rank was asked by the batch system.
+        stopping: whether there is no further step.
+        asked: whether the batch system has asked any rank to stop.
     """
 
     def __init__(self, preemption: Preemption) -> None:
@@ -81,39 +82,41 @@ class StopControl:
         self._steps = 0
 
     def begin(self) -> None:
-        """Count the time of the steps from here."""
+        """Start to measure the time of the steps."""
         self._began = time.monotonic()
 
     def meet(self, ranks: ProcessGroup) -> None:
-        """Agree with these ranks from now on; *collective*."""
+        """Decide together with these ranks from now on; *collective*."""
         self._ranks = ranks
+        # Planned once: the exchange runs in every step.
         self._agreed = _reduce_votes(ranks.comm)
 
     def request_stop(self) -> None:
-        """Want no step after this one."""
+        """Request that this step is the last."""
         self._stop_wanted = True
 
     def request_save(self) -> None:
-        """Want a checkpoint after this step."""
+        """Request a checkpoint after this step."""
         self._save_wanted = True
 
     def saved(self, seconds: float) -> None:
-        """Note how long a checkpoint has taken."""
+        """Record how long a checkpoint took."""
         self._seconds_of_save = seconds
 
     def resolve(self, step: int, steps: int, failure: Exception | None = None) -> StepActions:
-        """Agree on what is to be done after a step, *collective*.
+        """Agree on the actions after a step, *collective*.
 
         Args:
-            step: which one.
-            steps: how many were made since `begin`.
-            failure: what a hook has raised on this rank.
+            step: number of the step.
+            steps: number of steps since `begin`.
+            failure: error of a hook on this rank.
 
         Raises:
-            MismatchError: a rank has not come to the end of the step.
+            MismatchError: a rank has not reached the end of the step.
             Exception: the failure, on all ranks.
         """
         self._steps = steps
+        # Read once: a signal may arrive between two uses.
         asked = self._preemption.asked
         own = _StepVotes(
             self._stop_wanted,
@@ -125,34 +128,40 @@ class StopControl:
         try:
             wanted = self._agreed(own)
         except cc.MismatchError as mismatch:
+            # The other rank is in `raise_together` with an error; this call receives that error.
             self._ranks.agree("run", failure or mismatch)
             raise
         if wanted.failed:
+            # Raises: on this rank its own error, or a copy of another rank's.
             self._ranks.agree("run", failure)
         if not any(wanted):
             return _NOTHING
+        # The actions below serve the requests of all ranks.
         self._stop_wanted = self._save_wanted = False
         first = wanted.asked and not self.asked
         if first:
-            self._preemption.poll()  # after a death, too, also if it was the rank with the signal
+            self._preemption.poll()  # remember it here: the rank with the signal may die
             event_log.write("asked", step=step)
+        # Without a grace period the session leaves at the first exchange that carries the signal.
         leave = wanted.leave or (first and self._preemption.grace_seconds is None)
         self.asked = wanted.asked
         self.stopping |= wanted.stop or leave
+        # With a grace period, saved now and again on leaving.
         return StepActions(wanted.save or first or leave, leave, wanted.stop)
 
     def finished(self, step: int) -> None:
-        """Say that the session stops because it was asked to, with a checkpoint to go on from."""
+        """Log and acknowledge the stop that the batch system asked for."""
         _log.info("asked to stop: leaving after step %d", step)
         event_log.write("left", step=step)
         self._preemption.acknowledge()
 
     def _out_of_time(self) -> bool:
-        """Whether the time after a signal ends so soon that no further step should begin."""
+        """Return whether too little of the grace period is left for another step."""
         grace, asked_at = self._preemption.grace_seconds, self._preemption.asked_at
         if grace is None or asked_at is None:
             return False
         now = time.monotonic()
+        # Includes saves and hooks, which take time before the next step as well.
         mean = (now - self._began) / max(1, self._steps)
         spare = _SPARE_STEPS * mean + _SPARE_SAVES * self._seconds_of_save
         return now > asked_at + grace - spare
@@ -166,11 +175,12 @@ def _reduce_votes(comm: cc.Communicator | None) -> Callable[[_StepVotes], _StepV
     """
     if comm is None or comm.size == 1:
         return lambda votes: votes
-    # No other exchange of these ranks has five elements, so that a rank in another call raises.
+    # No other call of these ranks has five elements, so a rank in another call raises.
     buffer = np.zeros(len(_StepVotes._fields), np.int64)
     allreduce: Any = comm.plan_allreduce(buffer, op=cc.MAX)
 
     def reduced(votes: _StepVotes) -> _StepVotes:
+        # The plan is bound to this memory.
         buffer[:] = votes
         allreduce()
         return _StepVotes._make(buffer.astype(bool).tolist())

@@ -7,6 +7,7 @@ import threading
 from collections.abc import Callable, Sequence
 from typing import Any
 
+from collectives import extend
 from strategies.accumulators.remote import AnyAccumulation
 from strategies.accumulators.state_machine import Take
 from strategies.errors import OpError
@@ -18,17 +19,19 @@ __all__ = ["ChiefLoop"]
 
 _log = logging.getLogger(__name__)
 
-_REMIND_AFTER = 60.0  # seconds after which a step that does not end is reported
+_REMIND_AFTER = 60.0  # seconds in one step until a warning names the missing workers
 
 
-class ChiefLoop:
-    """A thread that makes steps from `start` until `stop`, or an error.
+class ChiefLoop(extend.BackgroundThread):
+    """Thread that runs steps from `start` until `stop` or an error.
+
+    `stop` ends its pending takes.
 
     Args:
-        rounds: where steps are published, and errors.
-        accumulations: each with the gradients of some of the variables.
-        update: changes the variables by the gradients of each accumulation, and returns copies of
-            their values.
+        rounds: queue that publishes steps and errors.
+        accumulations: accumulations, each with the gradients of some variables.
+        update: updates the variables by the gradients of each accumulation, and returns their
+            values, which later updates do not change.
     """
 
     def __init__(
@@ -37,60 +40,50 @@ class ChiefLoop:
         accumulations: Sequence[AnyAccumulation],
         update: Callable[[list[Sequence[Any]]], Sequence[Array]],
     ) -> None:
+        super().__init__("spare-replicas")
         self._rounds = rounds
         self._accumulations = accumulations
         self._update = update
-        self._lock = threading.Lock()
-        self._stopped = False
         self._takes: list[Take] = []
-        self._thread = threading.Thread(target=self._run, name="spare replicas", daemon=True)
 
-    def start(self) -> None:
-        """Begin."""
-        self._begin()
-        self._thread.start()
-
-    def stop(self) -> None:
-        """End what the thread waits for, and so the thread; harmless when repeated."""
-        with self._lock:
-            self._stopped = True
-            takes = list(self._takes)
-        for accumulation, take in zip(self._accumulations, takes, strict=False):
+    def _wake(self) -> None:
+        for accumulation, take in zip(self._accumulations, self._takes, strict=False):
+            # Ends a waiting take, and returns gradients that have been taken but not used.
             accumulation.abandon(take)
 
-    def join(self) -> None:
-        """Wait for the end of the thread, which was stopped."""
-        if self._thread.ident is not None:
-            self._thread.join()
-
     def _begin(self) -> None:
-        """Wait for the gradients of the next step."""
-        with self._lock:
-            self._takes = [Take(self._rounds.aggregate) for _ in self._accumulations]
-            takes = list(self._takes)
-        for accumulation, take in zip(self._accumulations, takes, strict=True):
+        """Request the gradients of the next step."""
+        self._takes = [Take(self._rounds.aggregate) for _ in self._accumulations]
+        for accumulation, take in zip(self._accumulations, self._takes, strict=True):
             accumulation.submit(take)
-        if self._stopped:
-            self.stop()
+        # `stop` may have abandoned the takes of the step before, or these before `submit`.
+        if self._stopping:
+            self._wake()
 
     def _run(self) -> None:
         try:
+            self._begin()
             while True:
                 for accumulation, take in zip(self._accumulations, self._takes, strict=True):
+                    # One after the other, but all were requested before, so the waits overlap.
                     self._wait(accumulation, take)
-                if self._stopped:  # what was taken went back
+                if self._stopping:  # the takes were abandoned, and their gradients returned
                     return
                 values = self._update([take.results for take in self._takes])
-                self._begin()  # before there are new gradients: the last one wakes this thread
+                # Before `publish`, which lets workers send the gradients that complete the take.
+                self._begin()
                 self._rounds.publish(self._rounds.step + 1, values)
         except Exception as error:
-            if not self._stopped:
+            if not self._stopping:
+                # After `stop` the abandoned takes end with an error, as intended.
                 _log.exception("spare replicas: step %d has failed", self._rounds.step)
+            # Other workers receive the error in a message, which keeps only classes of `OpError`.
             known = isinstance(error, OpError)
             failure = error if known else message.error_from(message.error_to(error))
             assert isinstance(failure, OpError)
             if failure is not error:
                 failure.__cause__ = error
+            # Waiting workers get the error instead of a step.
             self._rounds.fail(failure)
 
     def _wait(self, accumulation: AnyAccumulation, take: Take) -> None:

@@ -5,6 +5,7 @@ from __future__ import annotations
 import logging
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from functools import partial
 from typing import Any
 
 import numpy as np
@@ -28,24 +29,25 @@ from strategies.spare_replica.token_queue import (
     TokenQueue,
     open_rounds,
 )
+from strategies.variables.stored_variable import StoredVariable
 
 __all__ = ["SpareSteps", "StepReport"]
 
 _log = logging.getLogger(__name__)
 
 _NAME = "spare replicas"
-_REMIND_AFTER = 60.0  # seconds after which the chief's wait for others to leave is reported
+_REMIND_AFTER = 60.0  # seconds in `leave` until a warning names the remaining workers
 
 
 @dataclass(frozen=True)
 class StepReport:
-    """What became of the gradients of all workers.
+    """Use of the gradients of all workers.
 
     Attributes:
         global_step: the chief's step.
-        used: per worker, how many of its gradients were averaged.
-        dropped: per worker, how many came too late.
-        lost: workers that died or failed, and why.
+        used: worker -> number of averaged gradients.
+        dropped: worker -> number of late gradients.
+        lost: worker that died or failed -> reason.
     """
 
     global_step: int
@@ -56,31 +58,23 @@ class StepReport:
 
 @dataclass(frozen=True)
 class _TaskShard:
-    """The variables whose gradients are averaged on one task."""
+    """The variables whose gradients one task averages."""
 
     positions: list[int]
     accumulation: AnyAccumulation
 
 
-@dataclass(frozen=True)
-class _ChiefCopy:
-    """The chief's copy of a variable, as optimizers take it; no replica computes with it."""
-
-    name: str
-    value: Array
-
-
 class SpareSteps:
-    """One worker's part in the steps; on task 0 also the chief's.
+    """Steps of one worker; on task 0 also of the chief.
 
     Args:
-        service: its tasks are the workers.
-        aggregate: how many gradients make a step.
-        tasks: on which they are averaged.
-        step: the first one.
+        service: service whose tasks are the workers.
+        aggregate: number of gradients per step.
+        tasks: tasks that average gradients.
+        step: first step.
 
     Attributes:
-        local_step: of the values that this worker has.
+        local_step: step of this worker's values.
     """
 
     def __init__(
@@ -97,9 +91,12 @@ class SpareSteps:
             service, aggregate=aggregate, total=service.size, step=step, name=_NAME
         )
         if isinstance(self._rounds, TokenQueue):
+            # Only on the chief's task; other tasks have a `RemoteTokenQueue`.
             self._rounds.on_lost = self._drop_worker
         self._rounds.submit(Heartbeat(self._worker))
-        self._rounds.report()  # when this is answered, the chief will notice if this worker dies
+        # Requests are handled in order, so the reply confirms the heartbeat: from now on the chief
+        # detects the death of this worker.
+        self._rounds.report()
 
     @property
     def started(self) -> bool:
@@ -107,11 +104,11 @@ class SpareSteps:
         return bool(self._shards)
 
     def start(self, optimizer: ArrayOptimizer, pairs: list[Pair]) -> None:
-        """Open the accumulators; the chief begins to make steps.
+        """Open the accumulators; the chief starts to make steps.
 
         Args:
-            optimizer: updates the chief's copies of the variables.
-            pairs: of all variables, which have their first values.
+            optimizer: optimizer of the chief's copies of the variables.
+            pairs: pairs of all variables, with their initial values.
         """
         parts = [
             GradientSpec(pair.where, array_ops.dtype_name(pair.value), tuple(pair.value.shape))
@@ -127,28 +124,33 @@ class SpareSteps:
                 mean=True,
                 name=f"{_NAME}: gradients",
                 step=self.local_step,
-                most=self._aggregate,  # also of those that come before the chief waits for them
+                most=self._aggregate,  # also limits gradients that arrive before the first take
                 task=task,
             )
             return _TaskShard(positions, accumulation)
 
         pairs_of_tasks = zip(self._tasks, assigned, strict=True)
+        # Tasks without a variable get no accumulator: no worker would send it a gradient.
         self._shards = [shard(task, positions) for task, positions in pairs_of_tasks if positions]
         if isinstance(self._rounds, TokenQueue):
-            masters = [
-                _ChiefCopy(pair.key, np.array(array_ops.to_host(pair.value))) for pair in pairs
-            ]
+            masters = [StoredVariable(pair.key) for pair in pairs]
+            for master, pair in zip(masters, pairs, strict=True):
+                # The chief updates copies of its own: its variables change only in `deliver`, like
+                # those of other workers.
+                master.initialize(array_ops.to_host(pair.value))
             accumulations = [shard.accumulation for shard in self._shards]
             self._loop = ChiefLoop(self._rounds, accumulations, self._updating(optimizer, masters))
-            self._rounds.on_failure = self._loop.stop
+            # Without waiting for the thread, which may be the caller or wait for its locks.
+            self._rounds.on_failure = partial(self._loop.stop, timeout=0)
             self._loop.start()
+            # A failure before `on_failure` was set did not stop the loop.
             if self._rounds.failure is not None:
                 self._loop.stop()
 
     def deliver(self, pairs: list[Pair], examples: float | None = None) -> None:
-        """Deliver gradients, and wait for newer values, which the variables then have.
+        """Send gradients, wait for newer values, and store these in the variables.
 
-        All that goes to one task goes in one message.
+        All gradients for one task go into one message.
 
         Raises:
             OpError: see `SpareReplicaStrategy.apply_gradients`.
@@ -158,86 +160,99 @@ class SpareSteps:
             own = [_on_host(pairs[i]) for i in shard.positions]
             apply = Apply(own, self.local_step, self._worker, examples)
             deliveries.append((shard.accumulation, apply))
+        # Sent with the gradients, not after them, which saves a round trip per step.
         turn = TakeToken(self._worker, self.local_step)
         _all(deliveries, (self._rounds, turn))
         self.local_step = turn.step
+        # A token of the first step has no values: the workers have them already.
         for pair, value in zip(pairs, turn.values, strict=bool(turn.values)):
             _take(pair, value)
 
     def report(self) -> StepReport:
-        """Return what became of the gradients so far."""
+        """Return the use of all gradients so far."""
         step, lost = self._rounds.report()
+        # All shards get the same pushes, so one tally suffices.
         tally = self._shards[0].accumulation.state()[2] if self._shards else {}
         workers = range(self._service.size)
         used, dropped = ({w: tally.get(w, [0, 0])[i] for w in workers} for i in range(2))
         return StepReport(step, used, dropped, lost)
 
     def leave(self) -> None:
-        """Take part no longer; the chief waits until all have left, and ends."""
+        """Deregister this worker; the chief waits until all workers have left, then stops."""
         try:
             perform(self._rounds, Deregister(self._worker), "close", None)
         except UnavailableError as error:
             _log.warning("close: the chief is gone: %s", error)
         if isinstance(self._rounds, TokenQueue):
+            # Without a loop no step will be published, so waiting turns must fail.
             if self._loop is None:
                 why = "apply_gradients: the chief has left without a gradient, expected one"
                 self._rounds.fail(UnavailableError(why))
+            # The chief is the last: other workers still need steps.
             while not self._rounds.nobody.wait(_REMIND_AFTER):
                 _log.warning("close: workers %s have not left yet", self._rounds.active_workers())
         self.stop()
 
     def abort(self, reason: str) -> None:
-        """Take part no longer, without waiting for anybody."""
+        """Deregister this worker without waiting."""
+        # No wait: this worker fails, and the reply would not help it.
         self._rounds.submit(Deregister(self._worker, reason))
 
     def stop(self) -> None:
-        """End the chief's thread."""
+        """Stop the chief's thread."""
         if self._loop is not None:
             self._loop.stop()
-            self._loop.join()
 
     def _updating(
-        self, optimizer: ArrayOptimizer, masters: list[_ChiefCopy]
+        self, optimizer: ArrayOptimizer, masters: list[StoredVariable]
     ) -> Callable[[list[Sequence[Gradient]]], Sequence[Array]]:
         positions = [i for shard in self._shards for i in shard.positions]
 
         def update(results: list[Sequence[Gradient]]) -> Sequence[Array]:
+            # Shards have the variables in another order than the caller.
             means = dict(zip(positions, (g for part in results for g in part), strict=True))
-            optimizer.apply_gradients([(means[i], own) for i, own in enumerate(masters)])
-            return [own.value.copy() for own in masters]
+            optimizer.apply_gradients([(means[i], own.named()) for i, own in enumerate(masters)])
+            # While these views exist, the next update writes to other memory. The views are
+            # writable, because PyTorch warns about read-only memory.
+            return [own.initialized_value[...] for own in masters]
 
         return update
 
     def _drop_worker(self, worker: int) -> None:
-        """Go on without a worker that has not left in good order."""
+        """Remove a worker whose heartbeat ended without `leave`."""
         try:
+            # Without waiting: this runs in the thread that receives messages.
             why = self._service.departures([worker], timeout=0)[worker]
         except OpError:
+            # The worker has not left the service, so only its heartbeat was withdrawn.
             why = None
         assert isinstance(self._rounds, TokenQueue)
         self._rounds.lose(worker, why or "it has ended without leaving")
 
 
 def _on_host(pair: Pair) -> Any:
-    """Return the gradient of a variable as messages carry it."""
+    """Return the gradient of a pair in host memory."""
     gradient = None if pair.gradient is None else array_ops.to_host(pair.gradient)
     return gradient if pair.rows is None else Rows(pair.rows, gradient)
 
 
 def _take(pair: Pair, value: Array) -> None:
-    """Let a variable have a value."""
+    """Store a value in a variable."""
     if isinstance(pair.value, np.ndarray):
+        # In place, because models and optimizers refer to the array.
         pair.value[...] = value
         return
     new = array_ops.overwrite(pair.value, array_ops.on_same_device(pair.value, value))
     if pair.settle is not None:
+        # Arrays that never change are replaced, and the variable takes the new one.
         pair.settle(new)
 
 
 def _balance(sizes: Sequence[int], count: int) -> list[list[int]]:
-    """Share things among `count` places, the largest first, each to the place with least so far."""
+    """Distribute items over `count` places: largest first, each to the least loaded place."""
     loads = [0] * count
     places: list[list[int]] = [[] for _ in range(count)]
+    # Deterministic, also for equal sizes: all ranks must compute the same shares.
     for size, position in sorted(((s, -i) for i, s in enumerate(sizes)), reverse=True):
         place = loads.index(min(loads))
         loads[place] += size
@@ -249,17 +264,19 @@ def _all(
     deliveries: list[tuple[OperationOwner, PendingOperation]],
     turn: tuple[OperationOwner, PendingOperation],
 ) -> None:
-    """Deliver everything and wait for a turn, all at the same time.
+    """Send all deliveries and wait for a turn, all in parallel.
 
     Raises:
-        OpError: the first error of a delivery, else that of the turn. All deliveries have ended by
-            then: their arrays may change.
+        OpError: first error of a delivery, else the error of the turn. All deliveries have ended
+            then, and their arrays may change.
     """
     attempts = [*deliveries, turn]
     try:
         for where, attempt in attempts:
             where.submit(attempt)
         errors = []
+        # All deliveries are awaited before an error is raised, since they refer to the caller's
+        # arrays.
         for where, attempt in deliveries:
             try:
                 finish(where, attempt, "apply_gradients")

@@ -3,68 +3,66 @@
 from __future__ import annotations
 
 import operator
-from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from typing import Any
 
 import collectives as cc
+from collectives import extend
 from strategies.core import gradient_sums
 from strategies.core.process_group import ProcessGroup
 from strategies.core.validation import integer
 from strategies.optimizers import Optimizer
 from strategies.optimizers.gradient_pairs import Pair, resolve, split
-from strategies.remote_optimizers.parameter_host import Parameter, ParameterHost, refuse_others
-from strategies.replicas import context, datasets
+from strategies.remote_optimizers.parameter_host import HostingStrategy, Parameter, ParameterHost
+from strategies.replicas import context
 from strategies.replicas.context import require_cross_replica
-from strategies.replicas.datasets import InputContext, Policy
+from strategies.replicas.datasets import InputContext
 from strategies.rpc.service import Service
 from strategies.spare_replica.steps import SpareSteps, StepReport
-from strategies.strategy.base import Strategy
 
 __all__ = ["SpareReplicaStrategy"]
 
 
-class SpareReplicaStrategy(Strategy):
-    """A step is made as soon as some of the replicas have a gradient; the others are *spare*.
+class SpareReplicaStrategy(HostingStrategy):
+    """Synchronous training that needs only some of the replicas per step; the rest are *spare*.
 
-    Every rank is a *worker* with one replica, on one device; rank 0 is also the *chief*. A worker
-    computes a gradient and delivers it by `apply_gradients`. When `replicas_to_aggregate` gradients
-    of the current step are in, the chief updates its variables by their mean, and each worker that
-    waits goes on with the new values. A gradient that comes later is dropped, and its worker goes
-    on with the newest values. So each gradient that is used was computed from the newest values.
+    Every rank is a *worker* with one replica on one device; rank 0 is also the *chief*. A worker
+    computes a gradient and sends it in `apply_gradients`. After `replicas_to_aggregate` gradients
+    of the current step, the chief updates its variables by their mean. The waiting workers receive
+    the new values. Later gradients of this step are dropped, and their workers receive the newest
+    values. Every gradient that is used was computed from the newest values.
 
-    If there are fewer workers than `replicas_to_aggregate`, the fast ones compute several gradients
-    for one step.
+    With fewer workers than `replicas_to_aggregate`, fast workers compute several gradients per
+    step.
 
-    The replicas are not in step: `run`, `reduce` and `gather` concern this rank alone. All ranks
-    make a `variable` together, with the chief's value; it changes by `apply_gradients`, and other
-    writes to it concern this rank alone.
+    The replicas are not in step: `run`, `reduce` and `gather` act on this rank alone. `variable` is
+    collective and uses the chief's value. `apply_gradients` changes variables on all ranks; other
+    writes change this rank's variable only.
 
-    Open it with `with` on all ranks. *Collective*: its construction and the end of the block, which
-    waits until all have come there or are dead.
+    Open it with `with` on all ranks. *Collective*: construction, and the end of the block, which
+    waits until all ranks have reached it or are dead.
 
     Args:
-        replicas_to_aggregate: how many gradients make a step; all replicas' if None.
-        comm: the ranks; those of the job if None.
-        tasks: ranks on which gradients are averaged. Each takes some of the variables, so that
-            large models are averaged in several places.
-        global_step: the first step; not 0 if training goes on from a checkpoint.
-        timeout: seconds without a sign of life after which a rank that owes an answer counts as
+        replicas_to_aggregate: number of gradients per step; None for one per rank.
+        comm: communicator; None for all ranks of the job.
+        tasks: ranks that average gradients. Each handles some of the variables, which spreads the
+            load of large models.
+        global_step: first step; above 0 when training resumes from a checkpoint.
+        timeout: seconds without a sign of life after which a rank that owes a reply counts as
             unreachable.
-        device: of this rank's replica, one of `strategies.devices()`, where its variables and
-            batches go; "/cpu:0" if None. The chief averages and updates in host memory.
+        device: device of this rank's replica, one of `strategies.devices()`, for its variables and
+            batches; None for "/cpu:0". The chief averages and updates in host memory.
 
     Raises:
-        ValueError: `replicas_to_aggregate` is not a number of gradients, or there are no such
-            tasks, or no such device; on all ranks.
-        MismatchError: the ranks mean different things; on all ranks.
+        ValueError: `replicas_to_aggregate` or `global_step` is invalid, or a task or the device
+            does not exist; on all ranks.
+        MismatchError: the arguments differ among ranks; on all ranks.
 
     Attributes:
-        replicas_to_aggregate: how many gradients make a step.
+        replicas_to_aggregate: number of gradients per step.
         total_num_replicas: number of workers.
-        service: the one that it works with, which may be used for other things.
+        service: service of the strategy; you may use it for other purposes.
     """
-
-    is_in_step = False
 
     def __init__(
         self,
@@ -76,16 +74,18 @@ class SpareReplicaStrategy(Strategy):
         timeout: float = 60.0,
         device: str | None = None,
     ) -> None:
-        comm = cc.init() if comm is None else comm
+        comm = extend.comm_or_world(comm, "SpareReplicaStrategy")
         everyone = ProcessGroup(comm)
+        # Before the next lines, because the base sets `_everyone` to this process alone.
         everyone.run_then_agree("SpareReplicaStrategy", lambda: self._be_on(device))
-        self._everyone = everyone
+        self._everyone = self._trainers = everyone
         self.total_num_replicas = comm.size
         self.replicas_to_aggregate = (
             comm.size if replicas_to_aggregate is None else replicas_to_aggregate
         )
         self._tasks = tuple(tasks)
         self._everyone.run_then_agree("SpareReplicaStrategy", lambda: self._check(global_step))
+        # The text contains the options that must be equal: other ones raise `MismatchError`.
         self._everyone.agree(
             f"SpareReplicaStrategy with replicas_to_aggregate={self.replicas_to_aggregate}, "
             f"tasks={self._tasks}, global_step={global_step}"
@@ -94,9 +94,11 @@ class SpareReplicaStrategy(Strategy):
         self._steps = SpareSteps(
             self.service, aggregate=self.replicas_to_aggregate, tasks=self._tasks, step=global_step
         )
+        # Optimizer and variables of the first call; later calls must pass the same.
         self._optimizer: Any = None
         self._keys: list[str] = []
         self._closed = False
+        # From now on the chief detects the death of any worker, because all have sent a heartbeat.
         self._everyone.agree("SpareReplicaStrategy: all take part")
 
     def __enter__(self) -> SpareReplicaStrategy:
@@ -107,38 +109,26 @@ class SpareReplicaStrategy(Strategy):
             self.close()
         elif not self._closed:
             self._closed = True
+            # First, while the service still sends: the chief then knows the reason.
             self._steps.abort(f"{type(error).__name__}: {error}")
             self.service.__exit__(kind, error, trace)
+            # Last: leaving the service ends the requests for which the chief's thread waits.
             self._steps.stop()
 
     @property
     def local_step(self) -> int:
-        """Step of the values that this worker has."""
+        """Step of this worker's values."""
         return self._steps.local_step
 
     @property
     def num_replicas_in_sync(self) -> int:
-        """How many gradients contribute to one step."""
+        """Number of gradients that contribute to one step."""
         return self.replicas_to_aggregate
 
-    def distribute_dataset(
-        self, batches: Iterable[Any], *, policy: Policy = "auto"
-    ) -> Iterator[Any]:
-        """Give this worker its rows of every global batch; see `Strategy`.
-
-        Raises:
-            ValueError: the policy is neither "data" nor "auto", which is "data" here: workers are
-                not in step.
-        """
-        return self._on_devices(datasets.of_same_batches(batches, self._everyone, 1, policy))
-
-    def distribute_datasets_from_function(
-        self, dataset_fn: Callable[[InputContext], Iterable[Any]]
-    ) -> Iterator[Any]:
-        """Let each worker read its own part of the data, at its own pace."""
-        worker = self._everyone.rank
-        part = InputContext(self.total_num_replicas, worker, self.replicas_to_aggregate)
-        return self._on_devices(datasets.from_function(dataset_fn(part), self.ranks, 1))
+    def _input_context(self) -> InputContext:
+        return InputContext(
+            self.total_num_replicas, self._trainers.rank, self.replicas_to_aggregate
+        )
 
     def apply_gradients(
         self,
@@ -147,72 +137,51 @@ class SpareReplicaStrategy(Strategy):
         *,
         examples: Any = None,
     ) -> None:
-        """Deliver a gradient, and wait until there are newer values.
+        """Send a gradient, and wait for newer values.
 
-        At its end the variables have these values, and `local_step` says which. Not collective: a
-        worker that is slow, or does not call it any more, holds up nobody, as long as enough others
-        do. The chief begins to make steps at its own first call.
+        Afterwards the variables have these values, and `local_step` is their step. Not collective:
+        a worker that is slow or stops calling delays no step while enough other workers call. The
+        chief starts to make steps at its own first call.
 
         Args:
-            optimizer: one of `strategies.optimizers`, the same in all calls. The chief's updates
-                its variables; those of other ranks are not used.
+            optimizer: one of `strategies.optimizers`, the same in all calls. Only the chief's
+                optimizer is used; it updates the chief's variables.
             grads_and_vars: pairs of a gradient and a variable, on one device; the same variables on
-                all ranks and in all calls. A gradient may be an array, `Rows`, or None, which
-                counts as zero; `Rows` are averaged index by index, over the gradients that had it.
-            examples: how many rows the gradients are the mean of: the mean of a step is then over
-                its rows. Gradients of 0 rows are among those that make a step, and change nothing.
-                None: all gradients count alike; so all workers give a number, or none does.
+                all ranks and in all calls. A gradient is an array, `Rows`, or None, which counts as
+                zero. `Rows` are averaged per index, over the gradients that contain the index.
+            examples: number of rows that the gradients average; a step then uses the mean over all
+                rows. Gradients of 0 rows count towards the step, and change nothing. None weights
+                all gradients equally. Either all workers pass a number, or none.
 
         Raises:
-            ValueError: a gradient does not fit, or other variables, another optimizer, or
-                `examples` is not a number >= 0.
-            InvalidArgumentError: only some workers say how many examples.
-            UnavailableError: the chief, or a task that averages, cannot be reached; or so many
-                workers are dead or have failed that no step can be made.
-            OutOfRangeError: no step can be made because too many workers have left.
+            ValueError: a gradient does not fit, the variables or the optimizer differ from the
+                first call, or `examples` is not a number >= 0.
+            InvalidArgumentError: only some workers pass `examples`.
+            UnavailableError: the chief or an averaging task cannot be reached; or too many workers
+                are dead or have failed.
+            OutOfRangeError: too many workers have left.
             OpError: the chief's update has failed; on all ranks.
         """
         pairs = self._check_pairs(optimizer, grads_and_vars, examples)
         if not self._steps.started:
+            # At the first call, because only then the variables and the optimizer are known.
             self._steps.start(optimizer, pairs)
             self._optimizer, self._keys = optimizer, [pair.key for pair in pairs]
         self._steps.deliver(pairs, examples)
 
-    def use(self, optimizer: Any) -> None:
-        """Do nothing: the optimizer is that of `apply_gradients`."""
-
-    def host(
-        self, parameters: Callable[[], Sequence[Parameter]], *, alike: bool = False
-    ) -> ParameterHost:
-        """Make the parameters of a model of another library variables; *collective*.
-
-        `DistributedOptimizer(optimizer, strategy=...)` does it.
-
-        Args:
-            parameters: gives them, the same on all ranks.
-            alike: whether all ranks must have the chief's values, since these cannot be changed.
-
-        Raises:
-            Exception: what `parameters` raised; on all ranks.
-            ValueError: as `variable`; or values are not alike; on all ranks.
-        """
-        given = self._everyone.run_then_agree("DistributedOptimizer", parameters)
-        made = [self.variable(p.value, name=p.name) for p in given]
-        if alike:
-            self._everyone.run_then_agree(
-                "DistributedOptimizer", lambda: refuse_others(given, made)
-            )
-        optimizer = _PerVariableOptimizer({p.name: p.optimizer for p in given})
+    def _host(self, parameters: Sequence[Parameter]) -> ParameterHost:
+        made = [self.variable(p.value, name=p.name) for p in parameters]
+        # One optimizer for the chief's loop, which updates all variables in one call.
+        optimizer = _PerVariableOptimizer({p.name: p.optimizer for p in parameters})
 
         def push(pairs: Any, rates: Any, examples: Any) -> None:  # the chief's rates count
             self.apply_gradients(optimizer, pairs, examples=examples)
 
-        # A worker has the values of its step, and cannot learn of others before the next one.
-        value = operator.attrgetter("value")
-        return ParameterHost(made, value_of=value, push=push, pull=lambda: None)
+        # Values are sent with steps only, so a pull has no newer values to fetch.
+        return ParameterHost(made, operator.attrgetter("value"), push, pull=lambda: None)
 
     def report(self) -> StepReport:
-        """Return what became of the gradients so far.
+        """Return the use of all gradients so far.
 
         Raises:
             UnavailableError: the chief cannot be reached.
@@ -220,13 +189,14 @@ class SpareReplicaStrategy(Strategy):
         return self._steps.report()
 
     def close(self) -> None:
-        """Leave, and wait until all others have left or are dead; harmless when repeated.
+        """Leave, and wait until all other ranks have left or are dead; harmless when repeated.
 
-        *Collective*. The chief makes steps until then.
+        *Collective*. The chief makes steps until all workers have left.
         """
         if not self._closed:
             self._closed = True
             self._steps.leave()
+            # The service afterwards: the chief makes steps until all workers have left.
             self.service.close()
 
     def _be_on(self, device: str | None) -> None:
@@ -236,6 +206,7 @@ class SpareReplicaStrategy(Strategy):
         integer("SpareReplicaStrategy", "replicas_to_aggregate", self.replicas_to_aggregate)
         integer("SpareReplicaStrategy", "global_step", step, least=0)
         known = range(self.total_num_replicas)
+        # Different and existing at once: the intersection is smaller otherwise.
         if not self._tasks or len({*self._tasks} & {*known}) != len(self._tasks):
             raise ValueError(
                 f"SpareReplicaStrategy: bad tasks, expected different ones of 0 .. "
@@ -243,9 +214,10 @@ class SpareReplicaStrategy(Strategy):
             )
 
     def _check_pairs(self, optimizer: Any, grads_and_vars: Any, examples: Any) -> list[Pair]:
-        """Return the pairs, if everything is as in the other calls."""
+        """Check that variables and optimizer are those of the first call, and return the pairs."""
         top = context.current()
         if top is None or top.replica is None:
+            # Allowed inside a replica as well: each rank has one replica and waits on its own.
             require_cross_replica(self, "apply_gradients")
         gradient_sums.check_examples(examples)
         pairs = resolve(grads_and_vars, "apply_gradients")
@@ -256,6 +228,7 @@ class SpareReplicaStrategy(Strategy):
                 f"without a gradient: {self._keys or 'at least one'}, got {keys}"
             )
         if self._keys and self._optimizer is not optimizer:
+            # The chief's loop holds the optimizer of the first call.
             raise ValueError(
                 f"apply_gradients: expected the optimizer of the first call, got another one "
                 f"({type(optimizer).__name__})"
@@ -264,7 +237,7 @@ class SpareReplicaStrategy(Strategy):
 
 
 class _PerVariableOptimizer:
-    """The optimizers of several variables, with the interface of one optimizer.
+    """Several variables' optimizers, with the interface of one optimizer.
 
     Args:
         optimizers: name of a variable -> its optimizer; variables may share one.
@@ -275,10 +248,11 @@ class _PerVariableOptimizer:
         self.step = 0
 
     def apply_gradients(self, grads_and_vars: Iterable[tuple[Any, Any]]) -> None:
-        """Update every variable by its optimizer."""
+        """Update every variable with its optimizer."""
         shares: dict[int, list[tuple[Any, Any]]] = {}
         pairs = [split(x, "apply_gradients", i) for i, x in enumerate(grads_and_vars)]
         for gradient, variable in pairs:
+            # By identity: several variables may share an optimizer, whose step counts once.
             number = id(self._optimizers[variable.name])
             shares.setdefault(number, []).append((gradient, variable))
         for optimizer in self._all():
@@ -286,13 +260,13 @@ class _PerVariableOptimizer:
         self.step += 1
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the state of each optimizer, with its number before each key."""
+        """Return the state of each optimizer, with the optimizer's number as prefix of each key."""
         states = [optimizer.state_dict() for optimizer in self._all()]
         found = {f"{n}/{key}": value for n, own in enumerate(states) for key, value in own.items()}
         return {"step": self.step, **found}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Load what `state_dict` returned."""
+        """Restore the result of `state_dict`."""
         for number, optimizer in enumerate(self._all()):
             start = f"{number}/"
             own = {key[len(start) :]: v for key, v in state.items() if key.startswith(start)}

@@ -1,13 +1,13 @@
 """Token queue: the chief grants steps to workers.
 
-A step ends when the chief has averaged enough gradients and changed the variables. It then
-*publishes* the new step with the values. A worker that has delivered its gradient waits for its
-*turn*, and gets both::
+A step ends when the chief has averaged enough gradients and updated the variables. It then
+*publishes* the new step with the values. A worker that has sent its gradient waits for a token, its
+*turn*, and receives step and values::
 
-    step 4                          step 5                 tokens of step 5: one for each worker,
-    worker 0  gradient, waits ----> values of 5 -> ...     or replicas_to_aggregate, if that is
-    worker 1  gradient, waits ----> values of 5 -> ...     more; those of step 4 that are left
-    worker 2  late ........ stale, values of 5 at once     are of no use any more
+    step 4                          step 5                 tokens of step 5:
+    worker 0  gradient, waits ----> values of 5 -> ...     max(workers, replicas_to_aggregate);
+    worker 1  gradient, waits ----> values of 5 -> ...     unused tokens of step 4 expire
+    worker 2  late ........ stale, values of 5 at once
 """
 
 from __future__ import annotations
@@ -18,8 +18,8 @@ from typing import Any
 
 from strategies.errors import CancelledError, OpError, OutOfRangeError, UnavailableError
 from strategies.rpc.client import Reply
-from strategies.rpc.operation import PendingOperation, RemoteAttempts, serve
-from strategies.rpc.registry import ResourceType, register_type
+from strategies.rpc.operation import OperationOwner, PendingOperation, RemoteAttempts, serve
+from strategies.rpc.registry import ResourceType, describe_difference, register_type
 from strategies.rpc.server_requests import ServerRequest
 from strategies.rpc.service import Service
 from strategies.rpc.wire import Array
@@ -28,15 +28,15 @@ __all__ = ["Deregister", "RemoteTokenQueue", "TokenQueue", "Heartbeat", "TakeTok
 
 
 class TakeToken(PendingOperation):
-    """Wait until a worker may begin with the next step.
+    """Wait until a worker may start the next step.
 
     Args:
-        worker: its number.
-        local_step: the step that it has delivered a gradient for.
+        worker: number of the worker.
+        local_step: step of the gradient that the worker has sent.
 
     Attributes:
-        step: to begin with.
-        values: of the variables at that step, not to be changed.
+        step: step to start.
+        values: values of the variables at that step; do not change them.
     """
 
     step = -1
@@ -48,33 +48,34 @@ class TakeToken(PendingOperation):
 
 
 class Heartbeat(PendingOperation):
-    """Take part; waits for ever, so that its end says that the worker is gone."""
+    """Register a worker; never completes, so that its end reveals that the worker is lost."""
 
     def __init__(self, worker: int) -> None:
         self.worker = worker
 
 
 class Deregister(PendingOperation):
-    """Take part no longer; with a reason if that is not in good order."""
+    """Remove a worker; with a reason if it failed."""
 
     def __init__(self, worker: int, reason: str | None = None) -> None:
         self.worker = worker
         self.reason = reason
 
 
-class TokenQueue:
-    """Steps and workers, on the chief's task; usable from any thread.
+class TokenQueue(OperationOwner):
+    """Steps and workers, on the chief's task; thread-safe.
 
     Args:
-        aggregate: how many gradients make a step.
+        aggregate: number of gradients per step.
         total: number of workers.
-        step: the first one; the workers begin with it without asking.
-        name: for errors.
+        step: first step, which workers start without a token.
+        name: name in errors.
 
     Attributes:
-        on_lost: called with a worker's number when it is gone without a word; to say why by `lose`.
-        on_failure: called when no step can be made any more.
-        failure: why none can, or None.
+        on_lost: called with the number of a worker whose heartbeat ended; it calls `lose` with the
+            reason.
+        on_failure: called when no further step is possible.
+        failure: reason why no further step is possible, or None.
     """
 
     def __init__(self, aggregate: int, total: int, step: int, name: str) -> None:
@@ -82,20 +83,21 @@ class TokenQueue:
         self.total = total
         self.first_step = step
         self.step = step
-        self.lost: dict[int, str] = {}  # workers that are dead or have failed, and why
-        self.nobody = threading.Event()  # set when all workers are gone
+        self.lost: dict[int, str] = {}  # worker that died or failed -> reason
+        self.nobody = threading.Event()  # set when all workers have left
         self.on_lost: Callable[[int], object] = lambda worker: self.lose(worker, "it has ended")
         self.on_failure: Callable[[], object] = lambda: None
         self._name = name
         self._lock = threading.Lock()
         self._inside = set(range(total))
+        # The workers start the first step without tokens.
         self._tokens = max(total, aggregate) - total
         self._values: Sequence[Array] = ()
         self._turns: list[TakeToken] = []
         self.failure: OpError | None = None
 
     def submit(self, attempt: PendingOperation) -> None:
-        """Let an attempt wait until there is a token for it."""
+        """Run an operation; a turn waits for a token."""
         if isinstance(attempt, Deregister):
             with self._lock:
                 attempt.complete()
@@ -104,16 +106,13 @@ class TokenQueue:
         elif isinstance(attempt, TakeToken):
             with self._lock:
                 self._turns.append(attempt)
+            # A worker whose gradient was stale gets its turn at once.
             self._advance()
 
-    def when_done(self, attempt: PendingOperation, on_done: Callable[[], None]) -> bool:
-        """Set the callback of an attempt that waits."""
-        with self._lock:
-            return attempt.call_when_done(on_done)
-
     def withdraw(self, attempt: PendingOperation, error: OpError) -> None:
-        """End a turn that waits."""
+        """End a waiting turn with an error."""
         with self._lock:
+            # Only turns wait; a heartbeat stays open and a deregistration ends at once.
             if attempt.done or not isinstance(attempt, TakeToken) or attempt not in self._turns:
                 return
             self._turns.remove(attempt)
@@ -121,9 +120,10 @@ class TokenQueue:
         attempt.notify()
 
     def abandon(self, attempt: PendingOperation) -> None:
-        """End an attempt for which nobody waits any more; who does not stay has been lost."""
+        """End an operation without a caller; for a heartbeat, report the worker as lost."""
         if isinstance(attempt, Heartbeat):
             with self._lock:
+                # A worker that has left ends its heartbeat as well, which is no loss.
                 known = attempt.worker not in self._inside
             if not known:
                 self.on_lost(attempt.worker)
@@ -131,48 +131,53 @@ class TokenQueue:
             self.withdraw(attempt, CancelledError(f"{self._name}: the caller was interrupted"))
 
     def publish(self, step: int, values: Sequence[Array]) -> None:
-        """Begin a step; the values must not change any more."""
+        """Start a step; the values must not change any more."""
         with self._lock:
             self.step = step
             self._values = values
+            # Replaces the tokens that are left, because tokens of earlier steps expire.
             self._tokens = max(self.total, self.aggregate)
         self._advance()
 
     def fail(self, error: OpError) -> None:
-        """Let all turns end with an error, unless they can be given at once."""
+        """End all turns that cannot be granted at once with an error."""
         with self._lock:
             if self.failure is not None:
                 return
+            # The first error is the cause; later ones follow from it.
             self.failure = error
+        # The loop first, so that it publishes no step after the failure.
         self.on_failure()
         self._advance()
 
     def active_workers(self) -> list[int]:
-        """Return the workers that have not delivered a gradient for this step."""
+        """Return the workers that have not sent a gradient for this step."""
         with self._lock:
             return sorted(self._inside - {turn.worker for turn in self._turns})
 
     def report(self) -> tuple[int, dict[int, str]]:
-        """Return the step, and which workers were lost and why."""
+        """Return the step, and the lost workers with their reasons."""
         with self._lock:
             return self.step, dict(self.lost)
 
     def close(self) -> None:
-        """Cancel all turns that wait."""
+        """Cancel all waiting turns."""
         self.fail(CancelledError(f"{self._name}: the chief has ended"))
 
     def lose(self, worker: int, why: str | None) -> None:
-        """Go on without a worker, which has not left by itself if there is a reason."""
+        """Remove a worker; `why` is None after a clean leave."""
         with self._lock:
             if worker not in self._inside:
                 return
             self._inside.discard(worker)
             if why is not None:
                 self.lost[worker] = why
+            # With fewer workers than gradients per step, every worker is needed.
             left, needed = len(self._inside), min(self.aggregate, self.total)
             if not left:
                 self.nobody.set()
             reasons = "; ".join(f"worker {w}: {why}" for w, why in sorted(self.lost.items()))
+        # Without the lock, which `fail` takes.
         if left < needed:
             kind = UnavailableError if reasons else OutOfRangeError
             self.fail(
@@ -183,16 +188,17 @@ class TokenQueue:
             )
 
     def _advance(self) -> None:
-        """Give turns while there are tokens."""
+        """Grant turns while tokens are available."""
         with self._lock:
+            # In the order of arrival, so that a fast worker cannot take all tokens.
             over = [turn for turn in self._turns if self._give(turn)]
             self._turns = [turn for turn in self._turns if not turn.done]
         for turn in over:
             turn.notify()
 
     def _give(self, turn: TakeToken) -> bool:
-        # With a token for each worker, nobody takes a second one for the same step. With fewer
-        # workers than gradients, the fast ones may.
+        # With enough workers, each gets one token per step. With fewer workers than gradients per
+        # step, fast workers take several.
         each = self.total >= self.aggregate
         if self.step > turn.local_step if each else self._tokens > 0:
             self._tokens -= 1
@@ -204,10 +210,10 @@ class TokenQueue:
 
 
 class RemoteTokenQueue(RemoteAttempts):
-    """The rounds of a chief on another task."""
+    """Token queue of a chief on another task."""
 
     def request_of(self, attempt: PendingOperation) -> tuple[str, dict[str, Any], list[Any]]:
-        """Return operation, arguments and values."""
+        """Return operation, arguments and values of an operation's request."""
         if isinstance(attempt, TakeToken):
             return "turn", {"worker": attempt.worker, "step": attempt.local_step}, []
         if isinstance(attempt, Deregister):
@@ -216,12 +222,12 @@ class RemoteTokenQueue(RemoteAttempts):
         return "stay", {"worker": attempt.worker}, []
 
     def answered(self, attempt: PendingOperation, answer: Reply) -> None:
-        """Note what came of an attempt."""
+        """Store the reply of a turn."""
         if isinstance(attempt, TakeToken):
             attempt.step, attempt.values = answer.metadata["step"], answer.values
 
     def report(self) -> tuple[int, dict[int, str]]:
-        """Return the step, and which workers were lost and why."""
+        """Return the step, and the lost workers with their reasons."""
         answer = self.service.request(self.address, "report").metadata
         return answer["step"], dict(answer["lost"])
 
@@ -229,7 +235,7 @@ class RemoteTokenQueue(RemoteAttempts):
 def open_rounds(
     service: Service, *, aggregate: int, total: int, step: int, name: str
 ) -> TokenQueue | RemoteTokenQueue:
-    """Find or make the rounds of the chief, which is task 0; see `Service.open`."""
+    """Find or create the token queue of the chief, task 0; see `Service.open`."""
     description = {"replicas_to_aggregate": aggregate, "workers": total, "global_step": step}
     place, thing = service.open(_KIND, description, name=name, task=0)
     return RemoteTokenQueue(service, place) if thing is None else thing
@@ -237,6 +243,7 @@ def open_rounds(
 
 def _turn(rounds: TokenQueue, work: ServerRequest) -> None:
     turn = TakeToken(work.arguments["worker"], work.arguments["step"])
+    # Without confirmation: a reply takes nothing that must return if the worker dies.
     serve(rounds, turn, work, lambda done: work.reply(list(done.values), step=done.step))
 
 
@@ -249,7 +256,7 @@ def _leave(rounds: TokenQueue, work: ServerRequest) -> None:
     if leave.reason is None:
         serve(rounds, leave, work, lambda done: work.reply())
     else:
-        rounds.submit(leave)  # that worker will not take an answer any more
+        rounds.submit(leave)  # no reply: the worker has failed and does not wait for one
 
 
 def _report(rounds: TokenQueue, work: ServerRequest) -> None:
@@ -267,10 +274,7 @@ def _difference(rounds: TokenQueue, description: Mapping[str, Any]) -> str | Non
         "workers": rounds.total,
         "global_step": rounds.first_step,
     }
-    for what, expected in has.items():
-        if description[what] != expected:
-            return f"the chief has another {what}, expected {expected}, got {description[what]}"
-    return None
+    return describe_difference("chief", has, description)
 
 
 _KIND = register_type(

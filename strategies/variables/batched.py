@@ -30,24 +30,25 @@ def read_all(
     compression: cc.Compression | None = cc.NONE,
     timeout: float | None = None,
 ) -> list[ReadResult]:
-    """Read several variables by one message to each task.
+    """Read several variables with one message per task.
 
     Args:
-        variables: of one service, whole ones and ones in parts.
-        compression: the values travel as 16 bits.
-        timeout: in seconds, for all of them; None waits for initial values without a limit.
+        variables: whole or partitioned variables of one service.
+        compression: send the values as 16-bit floats.
+        timeout: seconds for all variables; None waits for initial values without a limit.
 
     Returns:
-        Value and version of each, in their order. Each variable is of one version; of several, one
-        may be later than the other.
+        Value and version of each variable, in order. Each value is of one version; versions of
+        different variables may be from different moments.
 
     Raises:
-        OpError: of the first variable that has one.
+        OpError: error of the first variable that failed.
 
-    Cost: one round trip per task, however many variables; the tasks work at the same time.
+    Cost: one round trip per task for any number of variables; the tasks work in parallel.
     """
     options = packing(compression, "read_all")
     asked = [VariableRequest(address, (), options) for v in variables for address in v.addresses]
+    # One list for all tasks; each variable takes one result per part.
     outcomes = iter(_perform("read", variables, asked, timeout))
     return [v.joined([next(outcomes) for _ in v.addresses], options) for v in variables]
 
@@ -62,25 +63,26 @@ def apply_all(
     compression: cc.Compression | None = cc.NONE,
     timeout: float | None = None,
 ) -> list[UpdateResult | None]:
-    """Let the optimizers of several variables make a step, by one message to each task.
+    """Apply gradients to several variables with one message per task.
 
     Args:
-        grads_and_vars: (gradient, variable) pairs; a gradient that is None leaves its variable as
-            it is.
-        seen: version of each variable that its gradient was computed from, as read.
-        most_stale: a gradient that is staler is dropped.
-        scale_stale: the learning rate is divided by 1 + staleness.
-        learning_rate: instead of the optimizers' own, in this step.
-        compression: the gradients travel as 16 bits.
-        timeout: in seconds, for all of them.
+        grads_and_vars: (gradient, variable) pairs; a gradient of None leaves its variable
+            unchanged.
+        seen: version of each variable from which its gradient was computed.
+        most_stale: largest staleness; a staler gradient is dropped.
+        scale_stale: divide the learning rate by 1 + staleness.
+        learning_rate: learning rate for this step; None uses the optimizers' own.
+        compression: send the gradients as 16-bit floats.
+        timeout: seconds for all variables.
 
     Returns:
-        What became of each gradient; None where it was None.
+        Outcome of each gradient; None where the gradient is None.
 
     Raises:
-        OpError: of the first variable that has one. The others have been changed nevertheless.
+        OpError: error of the first variable that failed; the remaining variables were still
+            updated.
 
-    Cost: one round trip per task; a task changes its long variables at the same time.
+    Cost: one round trip per task; a task updates its large variables in parallel.
     """
     pairs = list(grads_and_vars)
     versions: Sequence[Any] = [None] * len(pairs) if seen is None else seen
@@ -103,14 +105,14 @@ def apply_all(
 def assign_all(
     values_and_vars: Iterable[tuple[npt.ArrayLike, AnyVariable]], *, timeout: float | None = None
 ) -> None:
-    """Set several variables, by one message to each task.
+    """Set several variables with one message per task.
 
     Args:
         values_and_vars: (value, variable) pairs.
-        timeout: in seconds, for all of them.
+        timeout: seconds for all variables.
 
     Raises:
-        OpError: of the first variable that has one. The others have been changed nevertheless.
+        OpError: error of the first variable that failed; the remaining variables were still set.
     """
     pairs = list(values_and_vars)
     asked = [
@@ -129,6 +131,7 @@ def _perform(
     asked: Sequence[VariableRequest],
     timeout: float | None,
 ) -> list[Result]:
+    # Tasks are numbers of one service, so requests to two services cannot share a message.
     services = {variable.service for variable in variables}
     if len(services) > 1:
         raise InvalidArgumentError(f"{operation}: the variables are of different services")

@@ -35,7 +35,7 @@ __all__ = [
 
 InitialValue = npt.ArrayLike | Callable[[], npt.ArrayLike] | None
 
-# A longer initial value is sent only if nobody has set one yet, which is asked first.
+# Before a longer initial value is sent, a request checks that the variable needs one.
 _SHORT = 1 << 15  # bytes
 
 
@@ -49,31 +49,32 @@ def shared_variable(
     optimizer: Optimizer | None = None,
     dtype: Any = None,
 ) -> SharedVariable:
-    """Make a variable that lives on a task, or find it there.
+    """Create a variable on a task, or find an existing one.
 
-    Who comes first with an initial value sets it; later ones are not used, but must have the same
-    shape and dtype. So the value is the one of a certain task if that one alone gives any. Who
-    reads the variable before there is a value waits for it.
+    The first initial value that arrives is used. Later ones are ignored, but must have the same
+    shape and dtype. To choose the task that sets the value, pass None on all other tasks. Reads
+    wait until the variable has a value.
 
     Args:
-        initial_value: shape (...), copied; or a function without arguments that returns it, called
-            only if there is no value yet; or None to let another task set it.
+        initial_value: shape (...), copied; or a function without arguments that returns the array,
+            called only if the variable has no value yet; or None if another task sets the value.
         service: open on all tasks.
-        shared_name: of the variable.
-        task: where it lives: a number, or a device string such as "/job:ps/task:1"; what that
-            leaves open, or None, is decided by the `device` blocks around.
-        container: set of names that `shared_name` belongs to; None for the current one.
-        optimizer: for `apply_gradients`. The task makes one like it for this variable alone, and
-            its slots live there. A learning rate that is a function must be one that the task can
-            import.
-        dtype: of the variable, that of `initial_value` if None.
+        shared_name: name of the variable.
+        task: number, or a device string such as "/job:ps/task:1". The enclosing `device` blocks
+            fill in missing parts, or all of it for None.
+        container: container of `shared_name`; None for the current one.
+        optimizer: optimizer for `apply_gradients`. The task creates an equal optimizer for this
+            variable alone, with slots on that task. A learning-rate function must be importable
+            there.
+        dtype: dtype of the variable; None for the dtype of `initial_value`.
 
     Raises:
-        InvalidArgumentError: the name belongs to something else, or to a variable of another shape,
-            dtype or optimizer; says which. An optimizer of None fits any.
+        InvalidArgumentError: the name belongs to another object, or to a variable of another shape,
+            dtype or optimizer; the message states the difference. An optimizer of None fits any.
         UnavailableError: the task cannot be reached.
-        ValueError: no such task, no name, or a learning rate that the task cannot import.
-        TypeError: not an array of numbers, or not one of the optimizers of this package.
+        ValueError: the task does not exist, the name is empty, or the learning rate cannot be
+            imported.
+        TypeError: the value is not a numeric array, or the optimizer is not from this package.
 
     Example:
         >>> import collectives as cc
@@ -110,21 +111,26 @@ def open_variable(
     dtype: Any = None,
     whole: Mapping[str, Any] | None = None,
 ) -> SharedVariable:
-    """As `shared_variable`, for one that may be part of a whole."""
+    """Create or find a variable, also a part of a partitioned one; see `shared_variable`."""
     words = optimizer_to_dict(optimizer, "shared_variable")
     value = None
     if initial_value is not None and not callable(initial_value):
         value = _check(initial_value, dtype, shared_name)
     wanted = _properties(value, words, whole)
     if shape is not None:
+        # Known without a value, such as for a part, so device functions can place it by size.
         wanted |= {"shape": list(shape), "dtype": np.dtype(dtype).name}
+    # Without the value, which is sent only to a variable without one.
     address, _ = service.open(KIND, wanted, name=shared_name, task=task, container=container)
     variable = SharedVariable(service, address)
+    # A short value costs no more than the question whether it is needed.
     short = value is not None and value.nbytes <= _SHORT
     if initial_value is None or not (short or is_missing(service, address)):
         return variable
+    # Only an initializer of a part can be sent by name; other functions run on this task.
     part = initial_value if isinstance(initial_value, PartInitializer) else None
     here = address.task == service.task
+    # The initializer makes the value in place, without a message.
     if part is not None and here:
         initialize_once(service.here(KIND, address), part, wanted)
     elif part is None or not _made_there(variable, part, wanted):
@@ -140,13 +146,13 @@ def open_variable(
 
 
 def _made_there(variable: SharedVariable, part: PartInitializer, wanted: Mapping[str, Any]) -> bool:
-    """Let the task of a variable make its first value; False if it cannot import what makes it."""
+    """Create the initial value on the variable's task; False if it lacks the initializer."""
     words = part.to_dict()
     if words is None:
         return False
     try:
         variable.service.request(variable.address, "make", {"is": dict(wanted), "part": words})
-    except NotFoundError:  # such as of another program's `__main__`
+    except NotFoundError:  # such as a function of another program's `__main__`
         return False
     return True
 
@@ -154,7 +160,7 @@ def _made_there(variable: SharedVariable, part: PartInitializer, wanted: Mapping
 def _properties(
     value: Array | None, optimizer: Mapping[str, Any] | None, whole: Mapping[str, Any] | None
 ) -> dict[str, Any]:
-    """Return what all who ask for a variable must agree in; None fits any."""
+    """Return the properties that all tasks must agree on; None fits any value."""
     return {
         "shape": None if value is None else list(value.shape),
         "dtype": None if value is None else value.dtype.name,
@@ -175,29 +181,32 @@ def shared_partitioned_variable(
     shape: Sequence[int] | None = None,
     dtype: Any = None,
 ) -> PartitionedVariable:
-    """Make a variable in parts that live on tasks, or find it there; see `shared_variable`.
+    """Create or find a variable in parts on several tasks; see `shared_variable`.
 
     Args:
-        initial_value: the whole; or an initializer `(first, last, shape, dtype) -> rows first ..
-            last - 1`, such as those of `strategies.variables.initializers`, by which nobody has
-            the whole; or None, to let another task set it. With the latter two `shape` is needed,
-            since all tasks have to cut alike. An initializer at the top of a module, also one in
-            `functools.partial` with numbers or text, is called on the task of each part; any other
-            one here, for one part after the other that nobody has set. Cut along another axis than
-            the first, all rows are made for each part, a few at a time.
-        partitioner: how many parts there are, such as `partition.fixed_size(4)`.
+        initial_value: the whole array; or an initializer `(first, last, shape, dtype) -> rows first
+            .. last - 1`, such as those of `strategies.variables.initializers`, so that no task
+            holds the whole; or None if another task sets the value. An initializer and None require
+            `shape`, because all tasks must compute the same partition. An initializer at the top
+            level of a module, or a `functools.partial` of it with numbers or text, runs on the task
+            of each part. Any other initializer runs on this task, once per part without a value. If
+            the partition is along another axis than the first, all rows are created for each part,
+            in blocks.
+        partitioner: number of parts, such as `partition.fixed_size(4)`.
         service: open on all tasks.
-        shared_name: of the whole.
-        tasks: on which the parts are in turn; if None, the `device` blocks around decide for each.
-        container: set of names; None for the current one.
-        optimizer: each part has one of its own.
-        shape: of the whole.
-        dtype: of the whole, that of `initial_value` if None; float32 for an initializer.
+        shared_name: name of the whole.
+        tasks: tasks for the parts, in turn; None lets the enclosing `device` blocks place each
+            part.
+        container: container of the name; None for the current one.
+        optimizer: optimizer; each part gets its own.
+        shape: shape of the whole.
+        dtype: dtype of the whole; None for the dtype of `initial_value`, float32 for an
+            initializer.
 
     Raises:
-        InvalidArgumentError: as `shared_variable`; or an initializer makes other rows than it was
-            asked for.
-        ValueError: shape or dtype are not known, do not fit, or the partitioner gives no partition.
+        InvalidArgumentError: see `shared_variable`; or an initializer returns rows of the wrong
+            shape.
+        ValueError: shape or dtype is missing or does not fit, or the partition is invalid.
 
     Example:
         >>> import collectives as cc
@@ -223,6 +232,7 @@ def shared_partitioned_variable(
             f"shared_partitioned_variable: expected an array, or shape and dtype, got shape "
             f"{shape} and dtype {dtype} (variable: {shared_name})"
         )
+    # `index` rejects floats, which `int` would truncate.
     shape, dtype = tuple(map(operator.index, shape)), np.dtype(dtype)
     if callable(initial_value) and not shape:
         raise ValueError(
@@ -238,16 +248,19 @@ def shared_partitioned_variable(
             first = PartInitializer(initial_value, shape, dtype, axis, low, high, shared_name)
         elif value is not None:
             rows = (*[slice(None)] * axis, slice(low, high)) if shape else ()
+            # A function, so that a part is copied and sent only if it has no value yet.
             first = partial(operator.getitem, value, rows)
         part = open_variable(
             first,
             service=service,
             shared_name=f"{shared_name}/part_{n}",
+            # Round-robin, as TensorFlow's `replica_device_setter` places parts.
             task=tasks[n % len(tasks)] if tasks else None,
             container=container,
             optimizer=optimizer,
             shape=[high - low if at == axis else shape[at] for at in range(len(shape))],
             dtype=dtype,
+            # A property, so that tasks with different partitions get an error.
             whole={"shape": list(shape), "partition": cut, "part": n},
         )
         parts.append(part)
@@ -261,21 +274,22 @@ def _check(value: Any, dtype: Any, name: str) -> Array:
             array = to_host(array.astype(dtype), "shared_variable", name)
     except InvalidArgumentError as error:
         raise TypeError(str(error)) from error
+    # The reshape keeps scalars: `ascontiguousarray` returns shape (1,) for them.
     return np.ascontiguousarray(array).reshape(array.shape)
 
 
 def reset_container(
     containers: str | Iterable[str], *, service: Service, tasks: Iterable[int | str] | None = None
 ) -> None:
-    """Forget the named things in a container, on several tasks; see `Service.reset`.
+    """Remove the named resources of containers on several tasks; see `Service.reset`.
 
     Args:
         containers: one name, or several.
-        service: reaches the tasks.
-        tasks: which ones; all if None.
+        service: service that reaches the tasks.
+        tasks: tasks to reset; None for all.
 
     Raises:
-        UnavailableError: a task cannot be reached; the others' things are forgotten nevertheless.
+        UnavailableError: a task cannot be reached; the reset of the remaining tasks is still done.
     """
     chosen = [containers] if isinstance(containers, str) else list(containers)
     failure: Exception | None = None
@@ -283,6 +297,7 @@ def reset_container(
         try:
             service.reset(chosen, task=task)
         except UnavailableError as error:
+            # Other tasks are still reset; the first error is raised at the end.
             failure = failure or error
     if failure is not None:
         raise failure

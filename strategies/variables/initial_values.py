@@ -1,7 +1,7 @@
 """Initial values of partitioned variables, computed on their tasks.
 
-An initializer that another task can import, such as those of `initializers`, is called there: only
-its name travels. Any other one is called by the task that makes the variable, part by part.
+An initializer that other tasks can import, such as those of `initializers`, is sent by name and
+runs on the task of each part. Any other initializer runs on the creating task, part by part.
 """
 
 from __future__ import annotations
@@ -22,22 +22,22 @@ from strategies.variables.initializers import Initializer
 
 __all__ = ["PartInitializer", "part_from_dict"]
 
-# Of a part along another axis than the first, whole rows are made, so many at a time.
+# Block size for parts along another axis than the first, which need whole rows.
 _BLOCK_BYTES = 4 << 20
 
 
 @dataclass(frozen=True)
 class PartInitializer:
-    """What lies from `low` to `high` along an axis, of a variable that an initializer makes.
+    """Initial value of the slice `low` .. `high` along an axis.
 
     Attributes:
         initializer: (first row, last row, shape, dtype) -> rows of the whole.
-        shape: of the whole, at least one axis.
-        dtype: of the whole.
-        axis: along which it is cut.
-        low: where the part begins.
-        high: where it ends.
-        name: of the whole.
+        shape: shape of the whole, at least one axis.
+        dtype: dtype of the whole.
+        axis: partitioned axis.
+        low: start of the part.
+        high: end of the part.
+        name: name of the whole.
     """
 
     initializer: Initializer
@@ -49,13 +49,14 @@ class PartInitializer:
     name: str
 
     def __call__(self) -> Array:
-        """Return the part, in memory that nobody else has.
+        """Return the part, in memory without other references.
 
         Raises:
-            InvalidArgumentError: the initializer makes other rows than these.
-            TypeError: it makes no array of numbers, or one on a device.
+            InvalidArgumentError: the initializer returns rows of the wrong shape.
+            TypeError: the initializer returns no numeric array, or one on a device.
         """
         if self.axis == 0:
+            # Parts of rows ask the initializer for their rows alone, and copy nothing.
             return take_ownership(lambda: self._rows(self.low, self.high), self.dtype)
         sizes = [n for axis, n in enumerate(self.shape) if axis != self.axis]
         sizes.insert(self.axis, self.high - self.low)
@@ -63,6 +64,7 @@ class PartInitializer:
         of_part = (slice(None),) * self.axis + (slice(self.low, self.high),)
         row_bytes = math.prod(self.shape[1:]) * self.dtype.itemsize
         block = max(1, _BLOCK_BYTES // max(1, row_bytes))
+        # In blocks, so that the task never holds the whole.
         for first in range(0, self.shape[0], block):
             last = min(first + block, self.shape[0])
             found[first:last] = self._rows(first, last)[of_part]
@@ -76,11 +78,13 @@ class PartInitializer:
         return rows
 
     def to_dict(self) -> dict[str, Any] | None:
-        """Return what another task makes the part by; None if it cannot import the initializer."""
+        """Return a description for another task; None if it cannot import the initializer."""
         function: Any = self.initializer
         given: tuple[Any, ...] = ()
+        # One level only: the initializers of this package are partials of top-level functions.
         if isinstance(function, partial) and not function.keywords:
             function, given = function.func, function.args
+        # Other arguments may not survive msgpack unchanged.
         if not all(isinstance(value, (bool, int, float, str)) for value in given):
             return None
         try:
@@ -92,10 +96,10 @@ class PartInitializer:
 
 
 def part_from_dict(words: Mapping[str, Any]) -> PartInitializer:
-    """Undo `PartInitializer.to_dict`.
+    """Reverse `PartInitializer.to_dict`.
 
     Raises:
-        NotFoundError: the initializer cannot be imported here.
+        NotFoundError: this task cannot import the initializer.
     """
     facts = dict(words)
     initializer = partial(function_named(facts["initializer"]), *facts.pop("given"))

@@ -19,25 +19,25 @@ Array = npt.NDArray[Any]
 
 
 class MovingAverages:
-    """Means of all values that variables have had, of which older ones count less.
+    """Exponential moving averages of the values of variables.
 
     After every step, for every variable, with n updates so far:
 
         decay = min(decay, (1 + n) / (10 + n))                   if ramped
         average = decay * average + (1 - decay) * value
 
-    Nothing is exchanged: where replicas have the same values, as in steps that they make together,
-    they have the same averages. With parameter servers or spare replicas, one task averages the
-    values that it has; of the chief of spare replicas these are those of every step.
+    No data is exchanged. Replicas with equal values, as after synchronous steps, have equal
+    averages. With parameter servers or spare replicas, a task averages the values that it has; the
+    chief of spare replicas has the values of every step.
 
     Args:
-        variables: with a `name` and a `value` of any library, such as those of any strategy. Their
-            averages are in host memory, of the values that this process has.
-        decay: a number in [0, 1).
-        ramped: let the first values count more, while they change most.
+        variables: variables of any strategy, with a `name` and a `value` of any library. The
+            averages of this process's values are in host memory.
+        decay: number in [0, 1).
+        ramped: start with a smaller decay, while values change most.
 
     Attributes:
-        updates: how many there have been.
+        updates: number of updates.
 
     Example:
         >>> from typing import NamedTuple
@@ -64,37 +64,41 @@ class MovingAverages:
         self._decay = number("MovingAverages", "decay", decay, below=1)
         self._ramped = ramped
         self.updates = 0
-        # 16-bit floats would not change by what is less than half of their last digit.
+        # In float32 at least: 16-bit floats would round small increments to zero.
         self._averages = {
             name: np.array(_wide(variable)) for name, variable in self._variables.items()
         }
 
     def __getitem__(self, name: str) -> Array:
-        """Return the average of a variable, float32 for one of 16 bits; it must not be changed."""
+        """Return the average of a variable, float32 for 16-bit variables; do not change it."""
         return self._averages[name]
 
     def update(self) -> None:
-        """Take the present values in; after every step."""
+        """Add the current values; call it after every step."""
         decay = self._decay
         if self._ramped:
+            # The ramp of TensorFlow's `ExponentialMovingAverage(num_updates=...)`.
             decay = min(decay, (1 + self.updates) / (10 + self.updates))
         self.updates += 1
         for name, average in self._averages.items():
+            # In this form the average of a constant value stays exactly that value.
             average += (1 - decay) * (_wide(self._variables[name]) - average)
 
     @contextmanager
     def in_place(self) -> Iterator[None]:
-        """Let the variables have their averages inside of a block, such as for an evaluation.
+        """Replace the variables' values by their averages in a block, such as for an evaluation.
 
         Raises:
-            ValueError: a variable's value must not be changed: it is a copy, as on the workers
-                of a parameter server, or read-only; read the averages by name.
+            ValueError: a value cannot be changed, because it is a copy, as on the workers of a
+                parameter server, or read-only; read the averages by name instead.
         """
         for name, variable in self._variables.items():
+            # All variables are checked before the first one changes.
             if why := _why_constant(variable):
                 raise ValueError(
                     f"in_place: {why}, expected averages[name] to be read (variable: {name})"
                 )
+        # Copies, because `_assign` may write into the same memory.
         before = {name: np.array(_host(variable)) for name, variable in self._variables.items()}
         try:
             for name, variable in self._variables.items():
@@ -105,18 +109,19 @@ class MovingAverages:
                 _assign(variable, before[name])
 
     def state_dict(self) -> dict[str, Any]:
-        """Return what a checkpoint has to keep, as copies."""
+        """Return the state for a checkpoint, as copies."""
         copies = {f"average/{name}": value.copy() for name, value in self._averages.items()}
         return {"updates": self.updates, **copies}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Take over what `state_dict` returned.
+        """Restore the result of `state_dict`.
 
         Raises:
-            ValueError: it is of other variables. Nothing has changed.
+            ValueError: the state belongs to other variables. Nothing has changed.
         """
         wanted = {f"average/{name}": average.shape for name, average in self._averages.items()}
         given = {name: np.shape(value) for name, value in state.items() if name != "updates"}
+        # Names and shapes are compared first, so that a wrong state changes nothing.
         if wanted != given or "updates" not in state:
             raise ValueError(
                 f"load_state_dict: expected the averages of these variables, {wanted} and updates, "
@@ -138,7 +143,7 @@ def _wide(variable: Any) -> Array:
 
 
 def _why_constant(variable: Any) -> str | None:
-    """Say why a variable cannot take another value for a while, None if it can."""
+    """Return the reason why a variable's value cannot be replaced; None if it can."""
     if getattr(variable, "is_copy", False):
         return "the value is a copy of one elsewhere, which must not be changed"
     if hasattr(variable, "assign"):
@@ -154,5 +159,6 @@ def _assign(variable: Any, array: Array) -> None:
     if hasattr(variable, "assign"):
         variable.assign(array)
         return
+    # PyTorch rejects an in-place change of a parameter that requires gradients.
     value = variable.value.detach() if hasattr(variable.value, "detach") else variable.value
     array_ops.overwrite(value, array_ops.on_same_device(value, array))

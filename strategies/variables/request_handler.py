@@ -1,8 +1,7 @@
-"""Request handler of variables: waits for values and dispatches to threads.
+"""Request handler of variables: waits for initial values and dispatches to threads.
 
-Short actions are performed at once, by the thread that takes messages, if nobody holds a lock that
-they need. All others are left to a few threads, so that this one stays free, and so that different
-variables are changed at the same time.
+The thread that receives messages runs short actions itself if their locks are free. A thread pool
+runs all other actions, so that the receiving thread stays free and variables change in parallel.
 """
 
 from __future__ import annotations
@@ -16,35 +15,37 @@ from typing import Any
 
 import numpy as np
 
+from strategies.core.thread_pool import ThreadPool
 from strategies.errors import CancelledError, OpError
-from strategies.rpc import message, pool
+from strategies.rpc import message
 from strategies.rpc.registry import ResourceType, register_type
 from strategies.rpc.server_requests import ServerRequest
+from strategies.rpc.wait_limits import current_settings
 from strategies.rpc.wire import Array
 from strategies.variables.initial_values import part_from_dict
 from strategies.variables.server_ops import ACTIONS, READS, Result, execute
 from strategies.variables.stored_variable import StoredVariable, WaitInitialized, make_optimizer
 
-__all__ = ["KIND", "attempt", "outcome_of", "initialize_once"]
+__all__ = ["KIND", "UPDATES", "attempt", "outcome_of", "initialize_once"]
 
 _log = logging.getLogger(__name__)
 
-# A longer first value is copied by another thread than the one that takes messages.
-_SHORT_VALUE = 1 << 16  # bytes
+UPDATES = ThreadPool("updates", lambda: current_settings().update_threads)
+"""Threads for long actions on variables."""
 
-# An action on so many variables and bytes takes 0.2 ms at most; with a thread that has to take it
-# over, an update of 1 MB takes 0.1 to 0.2 ms more (`benchmarks/servers.py`).
+# Limits for actions in the receiving thread, which block it for at most 0.2 ms. Dispatching to a
+# thread adds 0.1 to 0.2 ms to an update of 1 MB (`benchmarks/servers.py`).
 _FEW = 8
 _SHORT = 1 << 20  # bytes
 
-# Variables from this size on are changed by different threads, if one message concerns several.
+# Variables from this size on get a job of their own if a message contains several variables.
 _LONG = 1 << 20  # bytes
 
 
 def attempt(
     operation: str, thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
 ) -> Result | OpError:
-    """Perform an action as soon as nobody else is busy with the variable."""
+    """Run an action with the variable's lock held; return its result or error."""
     with thing.lock:
         return _attempt(operation, thing, arrays, options)
 
@@ -56,13 +57,14 @@ def _attempt(
         return execute(operation, thing, arrays, options)
     except OpError as error:
         return error
-    except Exception as error:
+    except BaseException as error:  # also SystemExit of a learning rate
         _log.exception("%s of variable %s has failed", operation, thing.name)
+        # As on another task, so that local and remote callers see the same class.
         return message.error_from(message.error_to(error))
 
 
 def outcome_of(facts: Any, arrays: list[Array]) -> Result | OpError:
-    """Return an outcome that was sent; see `_BatchRequest`."""
+    """Decode a result or error from a message; see `_BatchRequest`."""
     return message.error_from(facts) if isinstance(facts, dict) else Result(facts, arrays)
 
 
@@ -79,41 +81,48 @@ class _BatchRequest:
         counts = work.arguments["counts"]
         self._arrays = [[next(arrays) for _ in range(count)] for count in counts]
         options = work.arguments["options"]
+        # One entry is for all variables; see `requests._question`.
         self._options = options if len(options) > 1 else options * len(things)
+        # In the order of the variables, because jobs finish in any order.
         self._outcomes: list[Result | OpError | None] = [None] * len(things)
         self._lock = threading.Lock()
-        self._jobs: dict[tuple[int, ...], Callable[[], None]] = {}  # by numbers of variables
+        self._jobs: dict[tuple[int, ...], Callable[[], None]] = {}  # variable numbers -> job
         self._missing = 0
         self._wait = WaitInitialized(things)
         self._wait.on_done = self._go
+        # Before `submit`, which runs `_go` at once if all variables have values.
         work.wait(self._withdraw, lambda: self._withdraw(CancelledError("given up")))
 
     def start(self) -> None:
         self._wait.submit(self._wait)
 
     def _withdraw(self, error: OpError) -> None:
-        self._wait.withdraw(self._wait, error)  # nothing, if all are ready
-        for numbers, job in self._jobs.items():  # one that has begun is finished
-            if pool.UPDATES.withdraw(job):
+        self._wait.withdraw(self._wait, error)  # no effect if all are initialized
+        for numbers, job in self._jobs.items():  # running jobs finish
+            if UPDATES.withdraw(job):
                 self._end(dict.fromkeys(numbers, error))
 
     def _go(self) -> None:
-        self._wait.on_done = None  # else arrays live until the garbage collector finds the circle
+        self._wait.on_done = None  # breaks a reference cycle that would keep arrays alive
         if self._wait.error is not None:
             self._release()
             self._work.fail(self._wait.error)
         elif not self._at_once():
             self._jobs = {numbers: partial(self._do, numbers) for numbers in self._divide()}
+            # Set before the first job is submitted, because jobs may finish at once.
             self._missing = len(self._jobs)
             for job in list(self._jobs.values()):
-                pool.UPDATES.submit(job)
+                UPDATES.submit(job)
 
     def _at_once(self) -> bool:
-        """Perform everything here if that is short, and if no lock has to be waited for."""
+        """Run short actions in this thread if all locks are free; return False otherwise."""
+        # Cheap tests first: `_bytes` looks at every array.
         if len(self._things) > _FEW or self._not_ready() or self._bytes() > _SHORT:
             return False
+        # All locks or none: an action that ran could not be taken back when the next lock is busy.
         with ExitStack() as locks:
             for thing in self._things:
+                # The receiving thread must not wait for an update.
                 if not thing.lock.acquire(blocking=False):
                     return False
                 locks.callback(thing.lock.release)
@@ -121,24 +130,28 @@ class _BatchRequest:
                 self._outcomes[index] = _attempt(
                     self._operation, thing, self._arrays[index], self._options[index]
                 )
+        # Without the locks, because replying copies small arrays.
         self._reply()
         return True
 
     def _not_ready(self) -> bool:
-        """Whether an optimizer may have to be compiled first, which takes a second."""
+        """Return whether an optimizer may have to be compiled first, which takes a second."""
         if self._operation != "apply_gradients":
             return False
+        # The first step of an optimizer compiles its kernel.
         return any(thing.optimizer is None or not thing.optimizer.step for thing in self._things)
 
     def _bytes(self) -> int:
-        """Return about how many bytes are read or written, apart from what is sent as it is."""
+        """Estimate the bytes read and written, without arrays that are sent uncopied."""
         rows = self._operation == "gather"
         total = 0
         for thing, arrays, options in zip(self._things, self._arrays, self._options, strict=True):
             total += sum(array.nbytes for array in arrays)
             if self._operation in READS:
+                # A read without compression returns a view, and copies nothing.
                 whole = "as" in options and not rows
             else:
+                # An update by rows copies the whole value only if a view exists.
                 whole = len(arrays) < 2 or thing.is_read
             total += thing.initialized_value.nbytes if whole else 0
             length = max(thing.initialized_value.shape[:1], default=1)
@@ -148,10 +161,11 @@ class _BatchRequest:
         return total
 
     def _divide(self) -> list[tuple[int, ...]]:
-        """Return the variables of each job: one for each long variable, and one for all others."""
+        """Return the variables of each job: one job per large variable, one for the rest."""
         numbers = range(len(self._things))
         reads = self._operation in READS
         sizes = [sum(array.nbytes for array in arrays) for arrays in self._arrays]
+        # Reads of whole values copy nothing, so they are not worth a job each.
         long = [n for n in numbers if not reads and sizes[n] >= _LONG]
         short = sorted({*numbers} - {*long})
         return [(n,) for n in long] + ([tuple(short)] if short else [])
@@ -180,14 +194,17 @@ class _BatchRequest:
             assert outcome is not None
             if isinstance(outcome, OpError):
                 outcome = Result(message.error_to(outcome), [])
+            # Errors travel as facts of their variable: the other variables of the request have
+            # succeeded.
             facts.append(outcome.facts)
+            # The client divides the arrays of the reply by these counts.
             counts.append(len(outcome.arrays))
             arrays += outcome.arrays
         self._release()
         self._work.reply(arrays, facts=facts, counts=counts)
 
     def _release(self) -> None:
-        """Let go of the arrays, whose memory is wanted for the next message."""
+        """Drop the arrays, so that the next message can reuse their memory."""
         self._arrays = []
         self._outcomes = []
         self._work.values = []
@@ -200,18 +217,20 @@ def _serve(operation: str, things: Sequence[StoredVariable], work: ServerRequest
 def initialize_once(
     thing: StoredVariable, value: Array | Callable[[], Array], wanted: Mapping[str, Any]
 ) -> None:
-    """Set the first value, unless there is one; see `StoredVariable.initialize`.
+    """Set the initial value unless the variable has one; see `StoredVariable.initialize`.
 
     Raises:
-        InvalidArgumentError: there is one, and it was made for something else.
+        InvalidArgumentError: the variable has a value with other properties.
     """
-    if thing.value is not None:  # without the lock, which an update may hold for long
+    if thing.value is not None:  # without the lock: updates may hold it for long
         thing.check(wanted)
         return
     words = wanted["optimizer"]
     optimizer = None if words is None else make_optimizer(words)
     with thing.lock:
+        # False if another request was faster; its value counts.
         first = thing.initialize(value, optimizer, wanted)
+    # Without the lock, which the waiting requests need at once.
     if first:
         thing.tell()
     else:
@@ -220,20 +239,19 @@ def initialize_once(
 
 def _initialize(thing: StoredVariable, work: ServerRequest) -> None:
     (value,) = work.values
-    value = np.asarray(value)
-    if value.nbytes > _SHORT_VALUE:
-        pool.UPDATES.submit(partial(_set_first, thing, value, work))
-    else:
-        _set_first(thing, value, work)
+    # Always in the pool, because a slow initializer may hold the lock for seconds.
+    UPDATES.submit(partial(_set_first, thing, np.asarray(value), work))
 
 
 def _make(thing: StoredVariable, work: ServerRequest) -> None:
-    """Make the first value here; of several who ask for it, the first."""
+    """Compute the initial value on this task; the first request wins."""
 
     def make() -> Array:
+        # Inside the function, so that importing the initializer also happens in the pool.
         return part_from_dict(work.arguments["part"])()
 
-    pool.UPDATES.submit(partial(_set_first, thing, make, work))
+    # Always in the pool, because an initializer may take seconds.
+    UPDATES.submit(partial(_set_first, thing, make, work))
 
 
 def _set_first(
@@ -241,8 +259,8 @@ def _set_first(
 ) -> None:
     try:
         initialize_once(thing, value, work.arguments["is"])
-    except Exception as error:
-        work.fail(error)
+    except BaseException as error:  # also SystemExit of an initializer
+        work.fail(error)  # the pool would only log it, and the caller would wait for ever
     else:
         work.reply()
 

@@ -1,7 +1,6 @@
 """Requests and results of variable operations.
 
-An `VariableRequest` says what is to be done with one variable; `perform` does it, here and
-elsewhere.
+A `VariableRequest` describes an operation on one variable; `perform` runs it on its task.
 """
 
 from __future__ import annotations
@@ -42,12 +41,12 @@ __all__ = [
 
 
 class VariableRequest(NamedTuple):
-    """What is to be done with one variable.
+    """An operation on one variable.
 
     Attributes:
-        address: of the variable.
-        arrays: what the action takes.
-        options: what the action takes, as msgpack can carry it.
+        address: address of the variable.
+        arrays: array arguments.
+        options: other arguments, as msgpack can encode them.
     """
 
     address: Address
@@ -56,11 +55,11 @@ class VariableRequest(NamedTuple):
 
 
 class ReadResult(NamedTuple):
-    """What a variable held at one moment.
+    """Value of a variable at one moment.
 
     Attributes:
-        value: an array that nobody changes any more, nor may the reader.
-        version: how often the variable had been changed.
+        value: read-only array that later updates do not change.
+        version: number of changes before the read.
     """
 
     value: Array
@@ -68,12 +67,13 @@ class ReadResult(NamedTuple):
 
 
 class UpdateResult(NamedTuple):
-    """What became of a gradient.
+    """Outcome of a gradient.
 
     Attributes:
-        version: of the variable afterwards.
-        staleness: how many changes the gradient had not seen; None if that was not asked.
-        applied: False if it was too stale, and nothing has changed.
+        version: version of the variable afterwards.
+        staleness: number of changes since the version of the gradient; None if `seen` was not
+            passed.
+        applied: False if the gradient was too stale and nothing changed.
     """
 
     version: Any
@@ -82,10 +82,10 @@ class UpdateResult(NamedTuple):
 
 
 def wanted_rows(operation: str, indices: npt.ArrayLike, name: str) -> npt.NDArray[np.int64]:
-    """Return indices of rows.
+    """Return row indices as int64.
 
     Raises:
-        InvalidArgumentError: they are not integers.
+        InvalidArgumentError: the indices are not integers.
     """
     wanted = np.asarray(indices)
     if wanted.size and wanted.dtype.kind not in "iu":
@@ -96,9 +96,9 @@ def wanted_rows(operation: str, indices: npt.ArrayLike, name: str) -> npt.NDArra
 
 
 def spread(rows: Array, positions: npt.NDArray[Any], shape: tuple[int, ...]) -> Array:
-    """Return the rows at these positions, of which there are as many as the shape says."""
+    """Return the rows at `positions` in an array with leading shape `shape`."""
     if positions.size == len(rows) and np.array_equal(positions.reshape(-1), np.arange(len(rows))):
-        found = rows.reshape(*shape, *rows.shape[1:])  # they were asked for in their order
+        found = rows.reshape(*shape, *rows.shape[1:])  # already in order: no copy
     else:
         found = rows.take(positions.reshape(shape), axis=0)
     found.flags.writeable = False
@@ -106,10 +106,11 @@ def spread(rows: Array, positions: npt.NDArray[Any], shape: tuple[int, ...]) -> 
 
 
 def packing(compression: cc.Compression | None, operation: str) -> dict[str, Any]:
-    """Return the options of an action whose arrays are rounded on their way.
+    """Return the options of an operation whose arrays are sent as 16-bit floats.
 
     Raises:
-        ValueError: to 8 bits, or only between nodes, which is not known here.
+        ValueError: the compression uses 8 bits, or applies only between nodes: the service does not
+            know the nodes.
     """
     if compression is None or compression.dtype is None:
         return {}
@@ -133,17 +134,19 @@ def stepping(
     learning_rate: float | None,
     compression: cc.Compression | None,
 ) -> dict[str, Any]:
-    """Return the options that all gradients of a step have."""
+    """Return the options that all gradients of a step share."""
     rate = None if learning_rate is None else number("apply_gradients", "rate", learning_rate)
     options = {"most": most_stale, "rate": rate, "scaled": scale_stale or None}
+    # Defaults are left out, to keep the metadata of each step short.
     given = {name: value for name, value in options.items() if value is not None}
     return given | packing(compression, "apply_gradients")
 
 
 def reading_of(outcome: Result, options: Mapping[str, Any]) -> ReadResult:
-    """Return what a read has brought."""
+    """Decode the result of a read."""
     version, dtype = outcome.facts
     value = server_ops.widened(outcome.arrays[0], options, dtype_named(dtype))
+    # Read-only on all tasks, as on the variable's own task, where it is a view.
     value.flags.writeable = False
     return ReadResult(value, version)
 
@@ -151,20 +154,22 @@ def reading_of(outcome: Result, options: Mapping[str, Any]) -> ReadResult:
 def perform(
     service: Service, operation: str, items: Sequence[VariableRequest], timeout: float | None = None
 ) -> list[Result]:
-    """Perform an action on every variable, and wait for all.
+    """Run an operation on every variable and wait for all results.
 
     Raises:
-        OpError: the first one, in the order of the items, when all are done.
+        OpError: first error in the order of the items, after all have finished.
     """
     if not items:
         return []
     timeout = wait_limit(timeout)
     began = time.monotonic()
+    # One message per task, however many variables it has.
     by_task: dict[int, list[int]] = {}
     for index, item in enumerate(items):
         by_task.setdefault(item.address.task, []).append(index)
     own = by_task.pop(service.task, [])
     questions = [_question(operation, [items[n] for n in group]) for group in by_task.values()]
+    # Remote requests first: other tasks work while this task handles its own variables.
     asked = service.ask(questions)
     outcomes: dict[int, Result | OpError] = {}
     try:
@@ -172,10 +177,12 @@ def perform(
     except BaseException:
         asked.abandon()
         raise
+    # The timeout includes the local operations.
     answers = asked.answers(timeout, began=began)
     for group, answer in zip(by_task.values(), answers, strict=True):
         outcomes |= zip(group, _outcomes(answer, len(group)), strict=True)
     results = [outcomes[index] for index in range(len(items))]
+    # Raised only now, when no request is under way any more.
     done = [result for result in results if not isinstance(result, OpError)]
     for result in results:
         if isinstance(result, OpError):
@@ -184,11 +191,13 @@ def perform(
 
 
 def _question(operation: str, items: Sequence[VariableRequest]) -> RequestTo:
+    # The header of a request names one object; the arguments name the rest.
     first, *others = items
     options = [dict(item.options) for item in items]
     arguments = {
         "others": [[o.address.container, o.address.name, o.address.serial] for o in others],
         "counts": [len(item.arrays) for item in items],
+        # Variables usually share one set of options, which is then sent once.
         "options": options[:1] if all(each == options[0] for each in options) else options,
     }
     arrays = [array for item in items for array in item.arrays]
@@ -197,8 +206,10 @@ def _question(operation: str, items: Sequence[VariableRequest]) -> RequestTo:
 
 def _outcomes(answer: Reply, count: int) -> list[Result | OpError]:
     if answer.error is not None:
+        # One message failed, and with it every operation that it carried.
         return [answer.error] * count
     for array in answer.values:
+        # `Result` promises that its arrays do not change.
         array.flags.writeable = False
     rest = iter(answer.values)
     return [
@@ -214,16 +225,18 @@ def _here(
     chosen: Sequence[int],
     timeout: float | None,
 ) -> dict[int, Result | OpError]:
-    """Perform an action on the variables of this task, in this thread."""
+    """Run an operation on the variables of this task, in this thread."""
     if not chosen:
         return {}
     try:
         things = [service.here(KIND, items[n].address) for n in chosen]
+        # Waits without the locks, which the initialization needs.
         ready = WaitInitialized(things)
         attempt.perform(ready, ready, operation, timeout)
     except OpError as error:
         return dict.fromkeys(chosen, error)
     return {
+        # In this thread, which waits for the result anyway; the arguments need no copy.
         n: request_handler.attempt(operation, thing, items[n].arrays, items[n].options)
         for n, thing in zip(chosen, things, strict=True)
     }

@@ -1,7 +1,7 @@
-"""Server operations on a variable stored here.
+"""Server operations on a stored variable.
 
-An *action* gets the variable, whose lock is held, the arrays of the caller and options, and returns
-facts and arrays. Nothing has changed if it raises an error.
+An *action* receives the variable, with its lock held, the caller's arrays and options, and returns
+facts and arrays. If an action raises, the variable is unchanged.
 """
 
 from __future__ import annotations
@@ -36,11 +36,11 @@ COMPRESSIONS = {"float16": cc.FP16, "bfloat16": cc.BF16}
 
 
 class Result(NamedTuple):
-    """What an action has brought about.
+    """Result of an action.
 
     Attributes:
-        facts: what msgpack can carry; the version comes first. Of an error: code and message.
-        arrays: for the caller; they do not change.
+        facts: values that msgpack can encode, the version first; for an error its code and message.
+        arrays: arrays for the caller; they do not change.
     """
 
     facts: Any
@@ -53,8 +53,9 @@ Action = Callable[[StoredVariable, Sequence[Array], Mapping[str, Any]], Result]
 def execute(
     operation: str, thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
 ) -> Result:
-    """Perform an action; a wrong argument is an `InvalidArgumentError` wherever the caller is."""
+    """Run an action; raise wrong arguments as `InvalidArgumentError`, as on another task."""
     try:
+        # Back to the variable's dtype, so that actions never see 16-bit arguments.
         if operation not in _RAW:
             arrays = [widened(array, options, thing.initialized_value.dtype) for array in arrays]
         return ACTIONS[operation](thing, arrays, options)
@@ -68,35 +69,40 @@ def execute(
 def compressed(
     arrays: Sequence[Array], compression: cc.Compression | None, name: str | None = None
 ) -> list[Array]:
-    """Return an array, or indices and rows, as they travel: rounded to 16 bits, if so wished."""
+    """Round an array, or the rows of indices and rows, to 16 bits if `compression` says so."""
     *indices, values = arrays
-    # Rows are others in every step: what rounding leaves over would come to the wrong ones.
+    # No error feedback for rows: the indices differ in every step, so residuals would be added to
+    # the wrong rows.
     if indices and compression is not None and compression.residuals is not None:
         compression = replace(compression, residuals=None)
     return [*indices, _round(values, compression, name)]
 
 
 def _round(array: Array, compression: cc.Compression | None, name: str | None = None) -> Array:
-    """Return an array rounded to 16 bits, or itself if it is none that is rounded."""
+    """Round an array to 16 bits; return other dtypes unchanged."""
     if compression is None:
         return array
+    # SUM, because MEAN would divide before it rounds.
     codec = compression.codec(array.dtype, cc.SUM, network=False, name=name)
     if codec is None:
+        # Only float32 and float64 can be compressed; other arrays are sent unchanged.
         return array
     flat = np.ascontiguousarray(array).reshape(-1)
+    # Binds the name of the feedback to this array, or raises if another array has it.
     codec.acquire(flat.size, flat.dtype)
     return codec.pack(flat).reshape(array.shape)
 
 
 def widened(array: Array, options: Mapping[str, Any], dtype: np.dtype[Any]) -> Array:
-    """Undo `compressed`.
+    """Reverse `compressed`.
 
     Args:
-        array: as it travelled.
-        options: `as` is the dtype that it was rounded to, if it was.
-        dtype: what it has been, if it was rounded.
+        array: array from a message.
+        options: `as` is the 16-bit dtype of a rounded array.
+        dtype: original dtype of a rounded array.
     """
     packed = options.get("as")
+    # A variable that has the 16-bit dtype itself was not rounded.
     if packed is None or array.dtype.name != packed or dtype == array.dtype:
         return array
     codec = COMPRESSIONS[packed].codec(dtype, cc.SUM, network=False)
@@ -108,7 +114,7 @@ def widened(array: Array, options: Mapping[str, Any], dtype: np.dtype[Any]) -> A
 
 
 def rounded(array: Array, packed: str | None) -> Array:
-    """Return an array as it travels: rounded to this 16-bit dtype, unless that is None."""
+    """Round an array to the 16-bit dtype `packed`; None returns it unchanged."""
     return array if packed is None else _round(array, COMPRESSIONS[packed])
 
 
@@ -123,7 +129,7 @@ def _describe(thing: StoredVariable, arrays: Sequence[Array], options: Mapping[s
 def _read_value(
     thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
 ) -> Result:
-    """Return the value, or what lies between two rows."""
+    """Return the value, or a range of rows."""
     value = thing.view()
     if "start" in options:
         if value.ndim == 0:
@@ -131,12 +137,14 @@ def _read_value(
                 f"read_rows: the variable has no rows, expected a shape of one dimension or more, "
                 f"got () (variable: {thing.name})"
             )
+        # A view: without compression the reply is sent from the variable's own memory.
         value = value[options["start"] : options["stop"]]
     return Result([thing.version, value.dtype.name], [rounded(value, options.get("as"))])
 
 
 def _gather(thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]) -> Result:
     indices = _indices("gather", thing, arrays[0])
+    # Through a view, but `take` copies, so the next update needs no copy of the value.
     rows = thing.view().take(indices, axis=0)
     return Result([thing.version, rows.dtype.name], [rounded(rows, options.get("as"))])
 
@@ -146,18 +154,19 @@ def _gather(thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str
 
 def _assign(thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]) -> Result:
     new = _like("assign", thing, arrays[0])
+    # All elements are overwritten, so the old value need not be copied.
     thing.writable(keep=False)[...] = new
     return _change(thing)
 
 
 def _assign_sum(operation: str, combine: np.ufunc) -> Action:
-    """Return the action that adds to the value, or subtracts from it."""
+    """Return the action that adds to or subtracts from the value."""
 
     def action(
         thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
     ) -> Result:
         delta = _like(operation, thing, arrays[0])
-        value = thing.writable()
+        value = thing.writable()  # after the checks, so that a wrong argument changes nothing
         combine(value, delta, out=value)
         return _change(thing)
 
@@ -169,14 +178,15 @@ def _scatter_update(
 ) -> Result:
     indices = _indices("scatter_update", thing, arrays[0])
     rows = _rows_like("scatter_update", thing, indices, arrays[1])
-    # Of an index that is given several times the last row counts.
+    # For a duplicate index the last row wins. `unique` returns first places, so it searches from
+    # the end.
     last = len(indices) - 1 - np.unique(indices[::-1], return_index=True)[1]
     thing.writable()[indices[last]] = rows[last]
     return _change(thing)
 
 
 def _scatter_sum(operation: str, combine: np.ufunc) -> Action:
-    """Return the action that adds or subtracts rows, those of one index summed."""
+    """Return the action that adds or subtracts rows; duplicates are summed."""
 
     def action(
         thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
@@ -184,10 +194,13 @@ def _scatter_sum(operation: str, combine: np.ufunc) -> Action:
         indices = _indices(operation, thing, arrays[0])
         rows = _rows_like(operation, thing, indices, arrays[1])
         value = thing.writable()
+        # Floats are summed per index first, 16-bit ones in float32. Integers are exact in any
+        # order.
         if rows.dtype.name in COMPUTE:
             change = coalesced(Rows(indices, rows))
             value[change.indices] = combine(value[change.indices], change.values)
         else:
+            # `at` adds every row of a duplicate index; `value[indices] += rows` would add one.
             combine.at(value, indices, rows)
         return _change(thing)
 
@@ -197,7 +210,7 @@ def _scatter_sum(operation: str, combine: np.ufunc) -> Action:
 def _apply_gradients(
     thing: StoredVariable, arrays: Sequence[Array], options: Mapping[str, Any]
 ) -> Result:
-    """Let the optimizer change the value, unless the gradient is too old."""
+    """Update the value with the optimizer, unless the gradient is too stale."""
     if thing.optimizer is None:
         raise FailedPreconditionError(
             "apply_gradients: the variable has no optimizer, expected one where it was made, got "
@@ -205,6 +218,7 @@ def _apply_gradients(
         )
     seen = options.get("seen")
     staleness = None if seen is None else thing.version - seen
+    # Such as the version of another variable, or of one that a reset has removed.
     if staleness is not None and staleness < 0:
         raise InvalidArgumentError(
             f"apply_gradients: this version has not been there yet, expected at most "
@@ -212,16 +226,20 @@ def _apply_gradients(
         )
     most = options.get("most")
     if staleness is not None and most is not None and staleness > most:
+        # Dropped without an error: the worker reads the new value and continues.
         return Result([thing.version, staleness, False], [])
     gradient: Any = arrays[0] if len(arrays) == 1 else Rows(*arrays)
     where, dtype = f"variable: {thing.name}", dtype_name(thing.initialized_value)
     gradient = checked_rows(
         gradient, thing.initialized_value.shape, dtype, "apply_gradients", where, cast=True
     )
+    # Rows of one index were summed in float32, and `checked_rows` allows another float dtype.
     gradient = gradient_sums.rounded(gradient, dtype)
+    # Source: W. Zhang, S. Gupta, X. Lian, J. Liu, "Staleness-aware async-SGD for distributed deep
+    # learning", IJCAI 2016, which divides by the staleness.
     factor = 1.0 / (1 + (staleness or 0)) if options.get("scaled") else 1.0
     thing.step(gradient, factor, options.get("rate"))
-    thing.version += 1
+    thing.version += 1  # after the step, which may raise
     return Result([thing.version, staleness, True], [])
 
 
@@ -231,7 +249,7 @@ def _change(thing: StoredVariable) -> Result:
 
 
 def _like(operation: str, thing: StoredVariable, array: Array) -> Array:
-    """Return an array of the variable's shape and dtype."""
+    """Check shape and dtype of an array, and return it in the variable's dtype."""
     partition.check_shape(operation, array, thing.initialized_value.shape, thing.name)
     return _like_dtype(operation, thing, array)
 
@@ -247,7 +265,8 @@ def _like_dtype(operation: str, thing: StoredVariable, array: Array) -> Array:
 
 
 def _indices(operation: str, thing: StoredVariable, indices: Array) -> Array:
-    """Return indices of rows as int64."""
+    """Check row indices, and return them as int64."""
+    # An empty list of indices becomes float64, which is accepted.
     if thing.initialized_value.ndim == 0 or (indices.size and indices.dtype.kind not in "iu"):
         raise InvalidArgumentError(
             f"{operation}: expected integers that name rows, got {indices.dtype} for a variable of "
@@ -285,4 +304,4 @@ ACTIONS: dict[str, Action] = {
     "scatter_update": _scatter_update,
 }
 READS = frozenset({"describe", "gather", "read"})
-_RAW = READS  # their arrays are indices
+_RAW = READS  # array arguments are indices, never rounded

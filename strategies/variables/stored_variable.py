@@ -1,19 +1,19 @@
 """Stored variable: value, version, and optimizer with slots.
 
-A value that somebody reads never changes under them: whoever reads gets a view, and the next update
-goes to other memory if a view is still held, else to the same. So a read costs no copy, an update
-costs one only while somebody reads, and no reader sees half of an update.
+A read returns a view whose contents never change. The next update writes to other memory if a view
+still exists, else in place. Reads need no copy, an update copies only while a view exists, and no
+reader sees half of an update.
 """
 
 from __future__ import annotations
 
-import sys
 import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple
 
 import numpy as np
 
+from collectives import extend
 from strategies import optimizers
 from strategies.errors import (
     CancelledError,
@@ -24,11 +24,12 @@ from strategies.errors import (
 from strategies.optimizers import LearningRate, Optimizer
 from strategies.rpc.function_names import function_named, name_of
 from strategies.rpc.operation import OperationOwner, PendingOperation
+from strategies.rpc.registry import describe_difference
 from strategies.rpc.wire import Array
 
 __all__ = ["WaitInitialized", "NamedArray", "StoredVariable", "make_optimizer", "optimizer_to_dict"]
 
-# What a task may be asked to make: the optimizers of this package, by name.
+# Optimizers that other tasks can create by name: only those of this package.
 _KINDS: dict[str, type[Optimizer]] = {
     name: kind
     for name, kind in vars(optimizers).items()
@@ -37,7 +38,7 @@ _KINDS: dict[str, type[Optimizer]] = {
 
 
 class _Rate:
-    """The learning rate of a variable's optimizer, which a single update may have another of."""
+    """Learning rate of a variable's optimizer, which a single update can override."""
 
     def __init__(self, given: LearningRate) -> None:
         self._given = given
@@ -51,10 +52,10 @@ class _Rate:
 
 
 def optimizer_to_dict(optimizer: Optimizer | None, operation: str) -> dict[str, Any] | None:
-    """Return the class and the arguments of an optimizer, as msgpack can carry them.
+    """Return class and arguments of an optimizer, as msgpack can encode them.
 
     Raises:
-        TypeError: none of the optimizers of this package.
+        TypeError: the optimizer is not from this package.
         ValueError: its learning rate is a function that cannot be imported.
     """
     if optimizer is None:
@@ -73,8 +74,9 @@ def optimizer_to_dict(optimizer: Optimizer | None, operation: str) -> dict[str, 
 
 
 def make_optimizer(words: Mapping[str, Any]) -> Optimizer:
-    """Undo `optimizer_to_dict`."""
+    """Reverse `optimizer_to_dict`."""
     arguments = dict(words)
+    # By name from this package, so that a message cannot construct other classes.
     kind = _KINDS[arguments.pop("class")]
     given = arguments["learning_rate"]
     rate = function_named(given) if isinstance(given, str) else given
@@ -82,29 +84,30 @@ def make_optimizer(words: Mapping[str, Any]) -> Optimizer:
 
 
 def _plain(value: Any) -> Any:
+    # NumPy's numbers become Python's, which msgpack can encode.
     return value if isinstance(value, (bool, int)) else float(value)
 
 
 class NamedArray(NamedTuple):
-    """A variable as optimizers want it."""
+    """A variable in the form that optimizers expect."""
 
     name: str
     value: Array
 
 
 class StoredVariable:
-    """One variable. What changes it holds `lock`.
+    """A variable on this task. Hold `lock` to change it.
 
     Args:
-        name: in its container.
+        name: name in the container.
 
     Attributes:
-        name: as given.
+        name: the name.
         lock: held while the value is read or changed.
-        version: how often the value has been changed.
-        value: None until it is set for the first time.
-        properties: what all who ask for the variable must agree in, by name; empty at first.
-        optimizer: for `step`, or None.
+        version: number of changes.
+        value: the value; None until it is initialized.
+        properties: properties that all tasks must agree on, by name; empty at first.
+        optimizer: optimizer of `step`, or None.
     """
 
     def __init__(self, name: str) -> None:
@@ -115,8 +118,8 @@ class StoredVariable:
         self.properties: dict[str, Any] = {}
         self.optimizer: Optimizer | None = None
         self._rate = _Rate(0.0)
-        self._before: Array | None = None  # memory of an earlier value, to be used again
-        self._door = threading.Lock()  # of those that wait; never held for long, unlike `lock`
+        self._before: Array | None = None  # buffer of an earlier value, for reuse
+        self._door = threading.Lock()  # protects `_waiting`; held briefly, unlike `lock`
         self._gone: OpError | None = None
         self._waiting: list[Callable[[OpError | None], None]] = []
 
@@ -126,130 +129,129 @@ class StoredVariable:
         optimizer: Optimizer | None = None,
         properties: Mapping[str, Any] | None = None,
     ) -> bool:
-        """Set the first value; False if there is one already. With the lock held.
+        """Set the initial value; return False if the variable has one. The lock is held.
 
         Args:
-            value: shape (...), copied; or a function that makes it, and keeps nothing of it.
-            optimizer: the variable gets one like it, for itself alone.
+            value: shape (...), copied; or a function that returns an array without other
+                references.
+            optimizer: optimizer; the variable gets an equal one of its own.
             properties: see the attribute.
         """
         if self.value is not None:
             return False
+        # First: a variable whose initializer fails stays as it was.
+        initial = value() if callable(value) else np.array(value, order="C")
         if optimizer is not None:
             arguments = optimizer.settings
+            # The optimizer reads its rate through this object, so that `step` can override it.
             self._rate = _Rate(arguments["learning_rate"])
             self.optimizer = type(optimizer)(**{**arguments, "learning_rate": self._rate})
         self.properties = dict(properties or {})
-        # Last: who sees it may use everything.
-        self.value = value() if callable(value) else np.array(value, order="C")
+        # Last: threads that see a value rely on the other attributes.
+        self.value = initial
         return True
 
     @property
     def initialized_value(self) -> Array:
-        """The value, where it is known that there is one."""
+        """The value, which must be initialized."""
         assert self.value is not None
         return self.value
 
     def view(self) -> Array:
-        """Return the value, which will not change; with the lock held."""
+        """Return a read-only view that later updates do not change; the lock is held."""
+        # The view refers to the value, which raises its reference count; `is_read` depends on it.
         view: Array = self.initialized_value.view()
         view.flags.writeable = False
         return view
 
     @property
     def is_read(self) -> bool:
-        """Whether somebody holds a view, so that an update has to copy the value first."""
-        return sys.getrefcount(self.value) > _ALONE
+        """Whether a view exists, so that an update has to copy the value first."""
+        # The references include views in messages that MPI has not sent yet.
+        return extend.is_referenced_elsewhere(self.value)
 
     def writable(self, *, keep: bool = True) -> Array:
-        """Return memory to change the value in; with the lock held.
+        """Return memory for the new value; the lock is held.
 
         Args:
-            keep: the memory holds the value; else anything.
+            keep: whether the memory must contain the current value.
         """
         assert self.value is not None
         if self.is_read:
-            free = self._before is not None and sys.getrefcount(self._before) <= _ALONE
-            other = self._before if free else np.empty_like(self.value)
-            assert other is not None
+            # Two buffers alternate while readers hold views; memory is allocated only if both are
+            # in use.
+            if self._before is None or extend.is_referenced_elsewhere(self._before):
+                self._before = np.empty_like(self.value)
+            other = self._before
             if keep:
                 other[...] = self.value
+            # The readers keep the old buffer, and the variable the new one.
             self._before, self.value = self.value, other
         return self.value
 
     def step(self, gradient: Any, factor: float = 1.0, rate: float | None = None) -> None:
-        """Let the optimizer change the value; with the lock held.
+        """Update the value with the optimizer; the lock is held.
 
         Args:
-            gradient: an array, or `Rows`.
-            factor: by which the learning rate is multiplied.
-            rate: instead of the optimizer's own; None for that.
+            gradient: array or `Rows`.
+            factor: factor of the learning rate.
+            rate: learning rate for this step; None uses the optimizer's own.
         """
         assert self.optimizer is not None
+        # Set before each step and never reset: every step sets both.
         self._rate.factor, self._rate.instead = factor, rate
         self.optimizer.apply_gradients([(gradient, self.named())])
 
     def named(self) -> NamedArray:
-        """Return the variable as optimizers want it, to be changed."""
+        """Return the variable in the form that optimizers expect, with writable memory."""
         return NamedArray(self.name, self.writable())
 
     def when_ready(self, call: Callable[[OpError | None], None]) -> None:
-        """Call when there is a value, which may be now, or with an error if there will be none."""
+        """Call `call` once the variable has a value (or now), or with an error when discarded."""
         with self._door:
             waits = self.value is None and self._gone is None
             if waits:
                 self._waiting.append(call)
         if not waits:
+            # Without `_door`: the callback may run a whole operation.
             call(self._gone)
 
     def forget(self, call: Callable[[OpError | None], None]) -> None:
-        """Do not call what was given to `when_ready`."""
+        """Remove a callback of `when_ready`."""
         with self._door:
             if call in self._waiting:
                 self._waiting.remove(call)
 
     def tell(self) -> None:
-        """Call all that wait, after the value was set; without the lock."""
+        """Call the callbacks of `when_ready`; the lock is not held."""
         with self._door:
+            # Taken under the lock, so that each callback is called once.
             waiting, self._waiting = self._waiting, []
         for call in waiting:
             call(self._gone)
 
     def discard(self) -> None:
-        """End all that waits."""
+        """Fail all waiting operations."""
+        # Before `tell`: a request that arrives from now on fails at once.
         self._gone = CancelledError(f"{self.name}: the container was reset")
         self.tell()
 
     def check(self, wanted: Mapping[str, Any]) -> None:
-        """Refuse what somebody else takes this variable for.
+        """Check the properties that another task expects.
 
         Raises:
-            InvalidArgumentError: a property differs; None fits any.
+            InvalidArgumentError: a property differs; None fits any value.
         """
         if difference := self.difference(wanted):
             raise InvalidArgumentError(f"open: {difference} (name: {self.name})")
 
     def difference(self, wanted: Mapping[str, Any]) -> str | None:
-        """Say which property differs, or None."""
-        for what, has in self.properties.items():
-            asked = wanted.get(what)
-            if asked is not None and has != asked:
-                return f"the variable has another {what}, expected {has}, got {asked}"
-        return None
-
-
-def _alone() -> int:
-    """Return how many references Python counts to a value that nobody reads."""
-    stored = StoredVariable("")
-    stored.value = np.empty(1)
-    return sys.getrefcount(stored.value)
-
-
-_ALONE = _alone()
+        """Describe the first property that differs; None if all match."""
+        return describe_difference("variable", self.properties, wanted, optional=self.properties)
 
 
 class WaitInitialized(PendingOperation, OperationOwner):
-    """Waits until several variables have their first values; it is its own owner.
+    """Wait until several variables have their initial values; it is its own owner.
 
     Args:
         things: the variables.
@@ -258,16 +260,18 @@ class WaitInitialized(PendingOperation, OperationOwner):
     def __init__(self, things: Sequence[StoredVariable]) -> None:
         self._things = things
         self._lock = threading.Lock()
+        # Protects `_missing` and the end, which initializing threads and a deadline may reach at
+        # once.
         self._missing = 1 + len(things)
 
     def submit(self, attempt: PendingOperation) -> None:
-        """Begin to wait."""
+        """Start to wait."""
         for thing in self._things:
             thing.when_ready(self._one)
-        self._one(None)  # so that it does not end before all were asked
+        self._one(None)  # extra count: prevents completion before all callbacks are set
 
     def withdraw(self, attempt: PendingOperation, error: OpError) -> None:
-        """End the wait with an error; one of time says for which variables."""
+        """End the wait with an error; a deadline error lists the missing variables."""
         if isinstance(error, DeadlineExceededError):
             missing = " ".join(thing.name for thing in self._things if thing.value is None)
             error = DeadlineExceededError(f"{error.message}; no initial value yet of {missing}")
@@ -289,6 +293,7 @@ class WaitInitialized(PendingOperation, OperationOwner):
             if self.done:
                 return
             self.complete(error)
+        # Otherwise the variable would keep this request, and its arrays, until it gets a value.
         for thing in self._things if error is not None else ():
             thing.forget(self._one)
         self.notify()

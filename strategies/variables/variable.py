@@ -1,4 +1,4 @@
-"""Variable handle: a whole or partitioned variable on tasks."""
+"""Variable handles: whole or partitioned variables on tasks."""
 
 from __future__ import annotations
 
@@ -18,24 +18,24 @@ __all__ = ["AnyVariable", "PartitionedVariable", "SharedVariable"]
 
 
 class SharedVariable(VariableOps[int]):
-    """An array on a task, for all tasks; `shared_variable` makes it or finds it.
+    """An array on a task, accessible to all tasks; `shared_variable` creates or finds it.
 
-    Every operation may raise `UnavailableError` (the task is dead, has left, or is silent),
-    `NotFoundError` and `AbortedError` (the container was reset), `DeadlineExceededError` (it was
-    not done within `timeout` seconds; None waits for the initial value without a limit) and
+    Every operation may raise `UnavailableError` (the task is dead, has left or is silent),
+    `NotFoundError` and `AbortedError` (the container was reset), `DeadlineExceededError` (not
+    finished within `timeout` seconds; None waits for the initial value without a limit) and
     `InvalidArgumentError` (shape, dtype or index).
 
-    A read gives all of one version: it sees no half of an update. Of several variables that are
-    read together each one may be of another moment.
+    A read returns one version and never half of an update. Several variables that are read together
+    may be from different moments.
 
     Args:
-        service: reaches the task.
-        address: where the variable is.
+        service: service that reaches the task.
+        address: address of the variable.
 
     Attributes:
-        service: as given.
-        address: as given.
-        name: in the container.
+        service: the service.
+        address: the address.
+        name: name in the container.
     """
 
     def __init__(self, service: Service, address: Address) -> None:
@@ -43,6 +43,7 @@ class SharedVariable(VariableOps[int]):
         self.address = address
         self.name = address.name
         self.addresses = (address,)
+        # Requested once, because shape and dtype never change.
         self._known: tuple[tuple[int, ...], np.dtype[Any]] | None = None
 
     def __repr__(self) -> str:
@@ -50,32 +51,34 @@ class SharedVariable(VariableOps[int]):
 
     @property
     def parts(self) -> tuple[SharedVariable, ...]:
-        """The variable itself: it is in one part, unlike a `PartitionedVariable`."""
-        return (self,)  # not kept: it would live in a circle
+        """The variable itself, as its only part; see `PartitionedVariable`."""
+        return (self,)  # not stored: that would be a reference cycle
 
     @property
     def task(self) -> int:
-        """Number of the task where the variable is."""
+        """Number of the variable's task."""
         return self.address.task
 
     @property
     def shape(self) -> tuple[int, ...]:  # type: ignore[override]
-        """Shape of the value; waits for it the first time."""
+        """Shape of the value; the first access waits for the value."""
         return self._description()[0]
 
     @property
     def dtype(self) -> np.dtype[Any]:
-        """Dtype of the value; waits for it the first time."""
+        """Dtype of the value; the first access waits for the value."""
         return self._description()[1]
 
     def _description(self) -> tuple[tuple[int, ...], np.dtype[Any]]:
         if self._known is None:
+            # `describe` waits for the initial value, like a read.
             _, shape, dtype = self._ask("describe", [{}], None)[0].facts
             self._known = tuple(shape), dtype_named(dtype)
         return self._known
 
     def _join(self, versions: Sequence[int | None]) -> int:
         (version,) = versions
+        # A whole variable takes part in every operation, so it always has a version.
         assert version is not None
         return version
 
@@ -84,27 +87,27 @@ class SharedVariable(VariableOps[int]):
 
 
 class PartitionedVariable(VariableOps[tuple[int | None, ...]]):
-    """An array in parts along one axis, each of which is a `SharedVariable`.
+    """An array in parts along one axis, each of them a `SharedVariable`.
 
-    Operations are those of `SharedVariable`, and reach all parts, or those that hold the rows, by
-    one message to each task. The parts are changed one by one: a reading may have parts of
-    different versions, which are therefore tuples, one for each part.
+    The operations are those of `SharedVariable`. They send one message to each task that holds a
+    requested part. Parts change independently, so a read may return parts of different versions. A
+    version is a tuple with one entry per part.
 
     Args:
-        parts: in their order.
-        name: of the whole.
-        shape: of the whole.
-        dtype: of the whole.
-        cut: number of parts along each axis, see `partition.checked`.
+        parts: parts in order.
+        name: name of the whole.
+        shape: shape of the whole.
+        dtype: dtype of the whole.
+        cut: number of parts along each axis; see `partition.checked`.
 
     Attributes:
-        service: reaches the tasks.
-        name: of the whole; the parts' names are `name/part_0` and so on.
-        shape: of the whole.
-        dtype: of the whole.
-        axis: along which it is cut.
-        offsets: where each part begins along the axis, and where the last one ends.
-        parts: in their order.
+        service: service that reaches the tasks.
+        name: name of the whole; the names of the parts are `name/part_0` and so on.
+        shape: shape of the whole.
+        dtype: dtype of the whole.
+        axis: partitioned axis.
+        offsets: first index of each part along the axis, and the end of the last part.
+        parts: parts in order.
     """
 
     offsets: tuple[int, ...]

@@ -185,13 +185,10 @@ def test_many_workers_make_each_call_once_or_again_after_a_loss():
                 made[taken] += 1
             queue.finish(taken, worker)
 
-    threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-    for thread in threads:
-        thread.start()
+    works = [in_thread(work, n) for n in range(4)]
     queue.wait(LIMIT)
     queue.close("the end")
-    for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive()
+    for one in works:
+        one.result(LIMIT)
     assert set(made) == set(closures)
     assert set(made.values()) == {1}

@@ -9,11 +9,12 @@ from functools import partial
 
 import numpy as np
 import pytest
-from calls import until
+from calls import in_thread, together, until
 
 import collectives as cc
 import elsewhere
 import strategies
+from strategies.core.thread_pool import ThreadPool
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -22,8 +23,14 @@ from strategies.errors import (
     NotFoundError,
     UnavailableError,
 )
-from strategies.rpc import Task, pool
-from strategies.variables import partition, request_handler, server_ops, shared_variable
+from strategies.rpc import Task
+from strategies.variables import (
+    partition,
+    request_handler,
+    server_ops,
+    shared_partitioned_variable,
+    shared_variable,
+)
 from strategies.variables.array_input import take_ownership
 from strategies.variables.stored_variable import StoredVariable
 from tapped import silence
@@ -83,6 +90,31 @@ def test_a_value_set_twice_stays_the_first():
     assert thing.value.tolist() == [0, 0]
 
 
+def test_an_initializer_that_fails_leaves_the_variable_as_it_was():
+    thing = StoredVariable("v")
+    with pytest.raises(ZeroDivisionError):
+        thing.initialize(lambda: 1 / 0, strategies.SGD(1.0), {"shape": [2]})
+    assert thing.optimizer is None
+    thing.check({"shape": [3]})
+    assert thing.initialize(np.zeros(3), None, {"shape": [3]})
+    with pytest.raises(InvalidArgumentError, match=r"another shape, expected \[3\], got \[2\]"):
+        thing.check({"shape": [2]})
+
+
+def leave(first, last, shape, dtype):
+    raise SystemExit("an initializer that leaves")
+
+
+def test_an_initializer_that_leaves_fails_for_its_caller_and_ends_no_thread(services):
+    options = {"shape": (2,), "dtype": float, "partitioner": partition.fixed_size(1)}
+    for name in "ab":
+        with pytest.raises((InternalError, SystemExit), match="an initializer that leaves"):
+            shared_partitioned_variable(
+                leave, service=services[1], shared_name=name, tasks=[0], **options
+            )
+    assert shared_variable(1.0, service=services[1], shared_name="c").read().value == 1
+
+
 def test_memory_that_was_made_for_a_variable_is_not_copied_and_that_of_others_is():
     kept = np.ones((4, 2))
     made = []
@@ -112,19 +144,55 @@ def test_long_updates_leave_the_service_free_and_run_side_by_side(services, monk
         return act(operation, thing, arrays, options)
 
     monkeypatch.setattr(request_handler, "execute", slow)
-    monkeypatch.setattr(request_handler.pool, "UPDATES", pool.Pool("two", lambda: 2))
+    monkeypatch.setattr(request_handler, "UPDATES", ThreadPool("two", lambda: 2))
     big = np.ones(1 << 18)
     made = [shared_variable(big, service=services[1], shared_name=name) for name in "ab"]
     small = shared_variable(1.0, service=services[1], shared_name="c")
-    threads = [threading.Thread(target=v.assign_add, args=(big,)) for v in made]
-    for thread in threads:
-        thread.start()
+    added = [in_thread(v.assign_add, big) for v in made]
     for _ in range(10):
         small.assign(small.read().value + 1)
     free.set()
+    for one in added:
+        one.result(LIMIT)
+    assert [v.read().value.max() for v in (*made, small)] == [2, 2, 11]
+
+
+def test_a_short_value_beside_a_slow_initializer_leaves_the_service_free(services, monkeypatch):
+    begun, arrived, free = threading.Event(), threading.Event(), threading.Event()
+    once = request_handler.initialize_once
+
+    def note(*arguments):
+        arrived.set()
+        once(*arguments)
+
+    def slow(first, last, shape, dtype):
+        begun.set()
+        assert free.wait(LIMIT)
+        return np.ones(shape, dtype)
+
+    def make(task, value):
+        shared_partitioned_variable(
+            value, service=services[task], shared_name="v", tasks=[0], shape=(2,), dtype=float,
+            partitioner=partition.fixed_size(1),
+        )  # fmt: skip
+
+    monkeypatch.setattr(request_handler, "initialize_once", note)
+    other = shared_variable(5.0, service=services[1], shared_name="other")
+    arrived.clear()
+    threads = [threading.Thread(target=make, args=(0, slow))]
+    threads[0].start()
+    assert begun.wait(LIMIT)  # it holds the lock of the variable
+    threads.append(threading.Thread(target=make, args=(1, lambda *_: np.zeros(2))))
+    threads[1].start()
+    try:
+        assert arrived.wait(LIMIT)
+        assert other.read(timeout=LIMIT / 4).value == 5
+    finally:
+        free.set()
     for thread in threads:
         thread.join(LIMIT)
-    assert [v.read().value.max() for v in (*made, small)] == [2, 2, 11]
+    found = shared_variable(None, service=services[1], shared_name="v/part_0")
+    assert found.read().value.tolist() == [1, 1]
 
 
 def test_a_request_that_waits_for_a_thread_ends_at_its_deadline(services, monkeypatch):
@@ -137,7 +205,7 @@ def test_a_request_that_waits_for_a_thread_ends_at_its_deadline(services, monkey
         return act(operation, thing, arrays, options)
 
     monkeypatch.setattr(request_handler, "execute", slow)
-    monkeypatch.setattr(request_handler.pool, "UPDATES", pool.Pool("one", lambda: 1))
+    monkeypatch.setattr(request_handler, "UPDATES", ThreadPool("one", lambda: 1))
     big = np.ones(1 << 18)
     v = shared_variable(big, service=services[1], shared_name="v")
     threads = [threading.Thread(target=v.assign_add, args=(big,))]
@@ -213,11 +281,7 @@ def test_calls_where_answers_arrive_are_refused(services):
 
 def test_a_closed_service(services):
     v, w = (shared_variable(0.0, service=s, shared_name="v") for s in services)
-    threads = [threading.Thread(target=s.close) for s in services]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
+    together(lambda service: service.close(), services)
     for variable in (v, w):
         with pytest.raises(CancelledError, match="the service is closed"):
             variable.read()
@@ -279,20 +343,3 @@ def test_parts_take_values_of_16_bits(services):
     table.assign(np.full((4, 2), exact, np.float32), compression=cc.FP16)
     table.scatter_add([3], np.full((1, 2), exact, np.float32), compression=cc.FP16)
     assert table.read().value[:, 0].tolist() == [1, 1, 1, 2]
-
-
-def test_threads_of_a_pool_end_by_themselves(monkeypatch):
-    monkeypatch.setattr(pool, "_RETIRE_AFTER", 0.05)
-    ours = pool.Pool("of a test", lambda: 2)
-    gate, done = threading.Event(), []
-    for n in range(6):
-        ours.submit(lambda n=n: done.append((gate.wait(LIMIT), n)))
-    last = lambda: done.append("never")  # noqa: E731
-    ours.submit(last)
-    assert ours.withdraw(last)
-    assert not ours.withdraw(last)
-    gate.set()
-    until(lambda: len(done) == 6)
-    until(lambda: not any(thread.name == "of a test" for thread in threading.enumerate()))
-    ours.submit(lambda: done.append("again"))
-    until(lambda: done[-1] == "again")

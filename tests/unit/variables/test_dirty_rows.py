@@ -5,7 +5,7 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from strategies.parameter_server.part_storage import DirtyRows
+from strategies.variables.variable_group import DirtyRows
 
 
 def noted(*updates, rows=100):
