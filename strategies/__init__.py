@@ -1,4 +1,4 @@
-"""Distribution strategies: keep the replicas of a model in step, and feed them.
+"""Distribution strategies: train replicas of a model in step, and feed them with data.
 
 Example:
     >>> import strategies
@@ -8,8 +8,8 @@ Example:
     >>> strategy.run(lambda: w.value.sum()).item()
     3.0
 
-`strategies.torch`, `.jax`, `.horovod`, `.experiment` and `.model_parallel` are imported at their
-first use.
+`strategies.torch`, `.jax`, `.horovod`, `.experiment` and `.model_parallel` are imported at first
+use.
 """
 
 from __future__ import annotations
@@ -119,15 +119,17 @@ else:  # hidden from type checkers, which would accept any name
 
     def __getattr__(name: str) -> ModuleType:
         """Import a module of this package at its first use."""
+        # Called only for names that the module does not have yet (PEP 562).
         if name not in _LAZY:
             raise AttributeError(f"module {__name__!r} has no attribute {name!r}")
         try:
+            # The import system stores the module as an attribute, so this runs once per name.
             return importlib.import_module(f"{__name__}.{name}")
         except ImportError as error:
-            # `hasattr` and `inspect` handle no other error of a module.
+            # `hasattr` and `inspect` handle only this error.
             raise AttributeError(f"strategies.{name}: the import failed: {error}") from error
 
 
 def __dir__() -> list[str]:
-    """Return what is public, without the modules that it comes from."""
+    """Return the public names, without imported modules."""
     return sorted([*__all__, *_LAZY])

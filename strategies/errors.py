@@ -21,16 +21,16 @@ __all__ = [
 
 
 class OpError(Exception):
-    """An operation on a queue, a reader or named state did not succeed.
+    """An operation on a queue, a reader or named state failed.
 
-    Raise one of the subclasses; catch this one to mean all of them.
+    Raise one of the subclasses; catch this class for all of them.
 
     Args:
-        message: what is wrong, for people.
+        message: description for users.
 
     Attributes:
-        code: the kind of error as one upper-case word, equal for all errors of a class. It is what
-            travels between ranks.
+        code: kind of error as one upper-case word, the same for all errors of a class; it
+            identifies the class in messages between ranks.
     """
 
     code: str = "UNKNOWN"
@@ -40,24 +40,24 @@ class OpError(Exception):
 
     @property
     def message(self) -> str:
-        """What is wrong, for people."""
+        """Description for users."""
         return str(self.args[0])
 
 
 class OutOfRangeError(OpError):
-    """There is no more: the queue is closed and empty, or the epochs are over. A normal end."""
+    """The end of the data: the queue is closed and empty, or all epochs are read. A normal end."""
 
     code = "OUT_OF_RANGE"
 
 
 class CancelledError(OpError):
-    """Somebody closed the queue or stopped the work before this operation could finish."""
+    """The queue was closed or the work was stopped before this operation finished."""
 
     code = "CANCELLED"
 
 
 class DeadlineExceededError(OpError):
-    """The operation did not finish within its `timeout`; what it had taken went back."""
+    """The operation did not finish within its `timeout`; elements that it took were returned."""
 
     code = "DEADLINE_EXCEEDED"
 
@@ -65,8 +65,7 @@ class DeadlineExceededError(OpError):
 class InvalidArgumentError(OpError, ValueError):
     """Data does not fit: a wrong dtype or shape, or text that is not a number.
 
-    Also a `ValueError`: without a graph there is no difference between an argument that is wrong
-    when the program is written and one that is wrong when it runs.
+    Also a `ValueError`: without a graph, wrong arguments are detected only at run time.
     """
 
     code = "INVALID_ARGUMENT"
@@ -79,48 +78,48 @@ class NotFoundError(OpError):
 
 
 class AbortedError(OpError):
-    """The operation lost against another one; it can be tried again from the start."""
+    """The operation conflicted with another one; retry it from the start."""
 
     code = "ABORTED"
 
 
 class UnavailableError(OpError):
-    """The task that holds the object cannot be reached now."""
+    """The task that holds the object cannot be reached."""
 
     code = "UNAVAILABLE"
 
 
 class FailedPreconditionError(OpError):
-    """The object is not in the state that the operation needs, such as not initialised."""
+    """The object is not in the required state, such as not initialised."""
 
     code = "FAILED_PRECONDITION"
 
 
 class DataLossError(OpError):
-    """Stored data is damaged or incomplete and cannot be read back."""
+    """Stored data is damaged or incomplete and cannot be read."""
 
     code = "DATA_LOSS"
 
 
 class ResourceExhaustedError(OpError):
-    """Memory or another limited supply has run out."""
+    """Memory or another limited resource is exhausted."""
 
     code = "RESOURCE_EXHAUSTED"
 
 
 class UnimplementedError(OpError):
-    """This object does not offer the operation."""
+    """The object does not support the operation."""
 
     code = "UNIMPLEMENTED"
 
 
 class InternalError(OpError):
-    """A fault of this library rather than of its caller."""
+    """A bug in this library."""
 
     code = "INTERNAL"
 
 
 class UnknownError(OpError):
-    """An error whose kind is not known here, such as one from another system."""
+    """An error of unknown kind, such as one from another system."""
 
     code = "UNKNOWN"

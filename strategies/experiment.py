@@ -22,17 +22,17 @@ __all__ = ["Experiment", "Tasks", "train_and_evaluate"]
 B = TypeVar("B")
 R = TypeVar("R")
 
-_LOOK_EVERY = 1.0  # seconds between two looks of an evaluator for new checkpoints
+_LOOK_EVERY = 1.0  # seconds between an evaluator's checks for new checkpoints
 
 
 class Tasks(NamedTuple):
-    """What the parts of an experiment are given.
+    """Arguments of an experiment's functions.
 
     Attributes:
-        cluster: which task this is.
-        server: by which the tasks reach each other.
-        preemption: for sessions; it is open.
-        hooks: for sessions: they score new checkpoints where there is no evaluator.
+        cluster: cluster, with this task's job and index.
+        server: server of the tasks.
+        preemption: open `Preemption` for sessions.
+        hooks: hooks for sessions, which score new checkpoints in a cluster without evaluator.
     """
 
     cluster: Cluster
@@ -42,29 +42,30 @@ class Tasks(NamedTuple):
 
 
 class Experiment(Generic[B, R]):
-    """Training and evaluation on all tasks of a cluster; `run` does the part of this rank.
+    """Training and evaluation on all tasks of a cluster; `run` does this rank's part.
 
-    | job | what it does |
+    | job | calls |
     | --- | --- |
     | chief, worker | `build`, `train` |
-    | ps | `build`, then it serves until those that train have left |
-    | evaluator | `build`, then `evaluate` for every new checkpoint, until they have left |
+    | ps | `build`, then serves until the training tasks have left |
+    | evaluator | `build`, then `evaluate` for every new checkpoint until the training tasks leave |
 
-    Where there is no evaluator, the chief evaluates each checkpoint when it is written. When any
-    task is asked to stop, all of them leave, with status 85 (`Preemption`).
+    Without an evaluator, the chief evaluates each checkpoint after writing it. When any task
+    receives a stop signal, all tasks exit with status 85 (`Preemption`).
 
     Args:
-        build: *collective* over all tasks; returns what the other two are given, such as a strategy
-            with its variables.
-        train: on tasks that train, `train(tasks, built)`. Its session takes `tasks.preemption` and
-            `tasks.hooks`.
-        checkpoints: the directory to which training saves, as the evaluator, or the chief, sees it.
-        evaluate: `evaluate(built, path)` returns the values of a checkpoint; None for none.
-        scores: file of JSON lines for them; "scores.jsonl" in `checkpoints`, which must then be a
-            path, if None.
-        cluster: the jobs, as `Cluster` takes them.
-        comm: the ranks; the whole job if None.
-        grace_seconds: as for `Preemption`.
+        build: *collective* over all tasks; returns the second argument of `train` and the first of
+            `evaluate`, such as a strategy with its variables.
+        train: called on training tasks as `train(tasks, built)`. Pass `tasks.preemption` and
+            `tasks.hooks` to its session.
+        checkpoints: directory of the checkpoints, as the evaluator or the chief sees it.
+        evaluate: `evaluate(built, path)` returns the scores of a checkpoint; None evaluates
+            nothing.
+        scores: JSON-lines file for the scores; None for "scores.jsonl" in `checkpoints`, which must
+            then be a path.
+        cluster: jobs; see `Cluster`.
+        comm: communicator; None for all ranks of the job.
+        grace_seconds: see `Preemption`.
     """
 
     def __init__(
@@ -81,37 +82,44 @@ class Experiment(Generic[B, R]):
     ) -> None:
         self._build, self._train, self._evaluate = build, train, evaluate
         self._checkpoints = checkpoints
+        # Beside the checkpoints, so that the evaluator and a restart find it.
         self._scores = os.path.join(checkpoints, "scores.jsonl") if scores is None else scores
         self._spec, self._comm, self._grace = cluster, comm, grace_seconds
 
     def run(self) -> R | None:
-        """Do this rank's part; *collective* over all of them.
+        """Run this rank's part; *collective* over all ranks.
 
         Returns:
-            What `train` has returned; None on tasks that do not train.
+            Result of `train`; None on tasks that do not train.
 
         Raises:
-            SystemExit: with status 85, on all ranks, where a session has stopped for a signal.
-            Exception: what the part of this rank has raised.
+            SystemExit: with status 85, on all ranks, if a session has stopped for a signal.
+            Exception: error of this rank's part.
         """
+        # Closed in reverse order: the server first, while the cluster's communicator is still open.
         with (
             Cluster(self._spec, self._comm) as cluster,
             Preemption(cluster.comm, grace_seconds=self._grace) as preemption,
             Server(cluster) as server,
         ):
+            # A list, filled below: `Tasks` exists before the evaluator is known.
             hooks: list[Hook] = []
             tasks = Tasks(cluster, server, preemption, hooks)
+            # On all tasks, because building variables is collective.
             built = self._build(tasks)
             if cluster.job == "ps":
+                # Its variables are served by threads; this thread only waits for the end.
                 server.join()
             elif cluster.job == "evaluator":
                 evaluator = self._evaluator(built)
                 if evaluator is None:
+                    # Without a function to evaluate, this task waits for the training tasks.
                     server.join()
                 else:
                     evaluator.run(lambda: _over(server), lambda: preemption.asked)
             else:
                 evaluator = self._evaluator(built)
+                # Without an evaluator task, the chief evaluates between its steps.
                 if evaluator is not None and not cluster.ranks_of("evaluator"):
                     hooks.append(EvaluateCheckpoints(evaluator))
                 return self._train(tasks, built)
@@ -125,8 +133,9 @@ class Experiment(Generic[B, R]):
 
 
 def _over(server: Server) -> bool:
-    """Whether nobody trains any more."""
+    """Return whether all training tasks have left."""
     try:
+        # The timeout is the pause between two checks for new checkpoints.
         server.join(_LOOK_EVERY)
     except DeadlineExceededError:
         return False
@@ -141,17 +150,17 @@ def train_and_evaluate(
     checkpoints: str | os.PathLike[str],
     **options: Any,
 ) -> R | None:
-    """Run an `Experiment` that scores every new checkpoint once; *collective*, as `run`.
+    """Run an `Experiment` that scores every new checkpoint once; *collective*, see `run`.
 
     Args:
-        build: as `Experiment` takes it.
-        train: likewise.
-        evaluate: likewise.
-        checkpoints: likewise.
-        options: likewise.
+        build: see `Experiment`.
+        train: see `Experiment`.
+        evaluate: see `Experiment`.
+        checkpoints: see `Experiment`.
+        options: other arguments of `Experiment`.
 
     Returns:
-        What `train` has returned; None on tasks that do not train.
+        Result of `train`; None on tasks that do not train.
     """
     made = Experiment(build, train, checkpoints=checkpoints, evaluate=evaluate, **options)
     return made.run()

@@ -1,13 +1,13 @@
 """One checkpoint: named arrays in a directory, written atomically.
 
-    run/step-000120/rank-00000.safetensors      what rank 0 has written of the arrays
+    run/step-000120/rank-00000.safetensors      the arrays that rank 0 has written
     run/step-000120/manifest.json               lengths, checksums, metadata (see `manifest`)
     run/latest                                  one line: the name of the newest, for people
-    run/.lock                                   held while somebody writes
-    run/.tmp-step-000121, .tmp-latest           half-written; removed by the next save
+    run/.lock                                   locked by the current writer
+    run/.tmp-step-000121, .tmp-latest           incomplete; removed by the next save
 
-`writing` says how that is done, also behind URLs. *Newest* means written last, which after going
-back to an earlier step is not the highest step. Nothing here is pickled.
+`transaction` has the steps of a save, also for URLs. *Newest* means written last. After a return to
+an earlier step the newest checkpoint does not have the highest step. Nothing here is pickled.
 """
 
 from __future__ import annotations
@@ -56,13 +56,13 @@ __all__ = [
 
 @dataclass(frozen=True)
 class Checkpoint:
-    """What a checkpoint held.
+    """A checkpoint in memory.
 
     Attributes:
-        step: training step at which it was written.
-        tensors: name -> array in host memory, owned by the caller, writable.
-        metadata: the JSON object given to `save`.
-        path: directory that it was read from: a `Path`, or what stands for a URL.
+        step: training step of the save.
+        tensors: name -> writable array in host memory, owned by the caller.
+        metadata: the JSON object passed to `save`.
+        path: directory of the checkpoint: a `Path`, or a `StorageUrl`.
     """
 
     step: int
@@ -79,28 +79,28 @@ def save(
     metadata: Mapping[str, Any] | None = None,
     keep: int = 5,
 ) -> Location:
-    """Write a checkpoint that is there completely or not at all; delete old ones beyond `keep`.
+    """Write a checkpoint atomically and delete old checkpoints beyond `keep`.
 
-    The arrays must not change during the call. A checkpoint of the same step is replaced. Deleted
-    are complete checkpoints of lower steps, those written first, until `keep` are left with the
-    new one; never one of a higher step.
+    The arrays must not change during the call. A checkpoint of the same step is replaced. `save`
+    deletes complete checkpoints of lower steps, oldest first, until `keep` remain with the new one.
+    It never deletes checkpoints of higher steps.
 
     Args:
-        directory: a path, created when it does not exist, or a URL.
+        directory: a path, created if it does not exist, or a URL.
         tensors: name -> host array (or scalar) of a dtype in `manifest.DTYPES`, any shape.
         step: training step, >= 0.
-        metadata: small facts that JSON holds unchanged, such as the position of a reader.
-        keep: how many checkpoints stay, >= 1.
+        metadata: values that JSON represents exactly, such as the position of a reader.
+        keep: number of checkpoints to keep, >= 1.
 
     Returns:
         The directory of the checkpoint, `directory/step-000120`.
 
     Raises:
-        InvalidArgumentError: a tensor, name, step, metadata or keep that cannot be stored.
-        ResourceExhaustedError: the disk is full; what was there before is untouched.
-        FailedPreconditionError: another writer uses the directory, or it cannot be written.
-        UnavailableError: what is behind the URL cannot be reached.
-        ImportError: a URL, and fsspec is not installed.
+        InvalidArgumentError: a tensor, name, step, metadata or keep is invalid.
+        ResourceExhaustedError: the disk is full; earlier checkpoints are untouched.
+        FailedPreconditionError: another writer uses the directory, or it is not writable.
+        UnavailableError: the storage of the URL cannot be reached.
+        ImportError: the directory is a URL, and fsspec is not installed.
     """
     draft = prepare(tensors, step=step, metadata=metadata, rules=RetentionPolicy(keep))
     root = resolve(directory)
@@ -114,17 +114,16 @@ def restore(directory: str | os.PathLike[str], *, step: int | None = None) -> Ch
     Args:
         directory: a checkpoint (`run/step-000120`), or a directory of checkpoints (`run`); a path
             or a URL.
-        step: which checkpoint of the directory; the newest complete one by default.
+        step: step of the checkpoint; None reads the newest complete one.
 
     Raises:
-        NotFoundError: there is no such checkpoint, or one of its files is missing.
+        NotFoundError: the checkpoint or one of its files does not exist.
         DataLossError: a file is damaged or unsafe; the message names it and the tensor.
-        FailedPreconditionError: written by a newer version of the library, or not readable.
+        FailedPreconditionError: a newer version of the library wrote it, or it is not readable.
         ResourceExhaustedError: the tensors do not fit in memory.
     """
     root = resolve(directory)
-    with explained("restore", root):
-        path = select(root, step)
+    path = select(root, step)
     plan, tensors = read_all(path)
     return Checkpoint(plan.step, tensors, dict(plan.metadata), path)
 
@@ -139,6 +138,7 @@ def read_all(path: Location) -> tuple[Manifest, dict[str, npt.NDArray[Any]]]:
     tensors = {
         name: shards.empty(name, entry.shape, entry.dtype) for name, entry in plan.tensors.items()
     }
+    # One target per slice, but all slices of a tensor share its array: each fills its own box.
     targets = {
         (name, one.box): Target(whole(entry.shape), tensors[name])
         for name, entry in plan.tensors.items()
@@ -149,7 +149,7 @@ def read_all(path: Location) -> tuple[Manifest, dict[str, npt.NDArray[Any]]]:
 
 
 def verify(path: str | os.PathLike[str]) -> None:
-    """Read all of one checkpoint and compare lengths and checksums, with little memory.
+    """Read a whole checkpoint in small chunks and compare lengths and checksums.
 
     Raises:
         OpError: as `restore`.
@@ -160,16 +160,17 @@ def verify(path: str | os.PathLike[str]) -> None:
 
 
 def read(path: Location, plan: Manifest, targets: Targets | None) -> None:
-    """Read what is wanted of a checkpoint, and verify it on the way.
+    """Read and verify the requested slices of a checkpoint.
 
     Args:
-        path: of the checkpoint.
+        path: the checkpoint.
         plan: its manifest.
-        targets: for each slice that is wanted, where its elements go; None: verify all.
+        targets: destination of each requested slice; None verifies all slices.
 
     Raises:
         OpError: as `restore`.
     """
+    # By file, so that each one is opened once and compared with all of its slices.
     by_file: dict[str, dict[str, TensorEntry]] = {name: {} for name in plan.files}
     needed = set(plan.files) if targets is None else set()
     for name, entry in plan.tensors.items():
@@ -178,18 +179,18 @@ def read(path: Location, plan: Manifest, targets: Targets | None) -> None:
             if targets is not None and (name, one.box) in targets:
                 needed.add(one.file)
     for file, entries in by_file.items():
-        if file in needed or not entries:  # an empty one costs nothing to check
+        if file in needed or not entries:  # the check of a file without tensors costs nothing
             with explained("restore", path / file):
                 shards.read(path, file, entries, targets, plan.checksum)
 
 
 @dataclass(frozen=True)
 class PreparedCheckpoint:
-    """A checkpoint that has been checked but not written: all of it can be stored.
+    """A validated checkpoint that is not written yet.
 
     Attributes:
-        slices: name -> what this rank holds.
-        step: as given to `prepare`, like what follows.
+        slices: name -> this rank's part of the tensor.
+        step: the argument of `prepare`, as are the other fields.
     """
 
     slices: dict[str, Slice]
@@ -200,7 +201,7 @@ class PreparedCheckpoint:
     metric: float | None
 
     def held(self) -> dict[str, HeldPart]:
-        """Say what this rank has, for `write_plan.assign_writers`."""
+        """Return this rank's parts, for `write_plan.assign_writers`."""
         return {
             name: HeldPart(part.array.dtype.name, part.array.itemsize, part.shape, part.box)
             for name, part in self.slices.items()
@@ -208,13 +209,13 @@ class PreparedCheckpoint:
 
 
 class Written(NamedTuple):
-    """A file of a checkpoint that has been written.
+    """A written file of a checkpoint.
 
     Attributes:
         file: its name.
         nbytes: its length.
-        shapes: tensor name -> dtype and shape of the whole.
-        slices: tensor name and what the manifest says of a slice.
+        shapes: tensor name -> dtype and shape of the whole tensor.
+        slices: tensor name and manifest entry of each slice.
     """
 
     file: str
@@ -232,23 +233,26 @@ def prepare(
     metric: float | None = None,
     world_size: int = 1,
 ) -> PreparedCheckpoint:
-    """Check the arguments of `save` before anything touches the disk.
+    """Validate the arguments of `save` before anything is written.
 
-    A metric that is not a finite number, such as the loss of a run that diverges, counts as none.
+    A metric that is not finite, such as the loss of a diverging run, counts as None.
 
     Raises:
-        InvalidArgumentError: something cannot be stored.
+        InvalidArgumentError: an argument cannot be stored.
     """
     for name, value, low in (("step", step, 0), ("keep", rules.keep, 1)):
+        # True and False are integers in Python, but an error here.
         right = isinstance(value, (int, np.integer)) and not isinstance(value, bool)
         if not right or not low <= value < manifest.MAX_STEP:
             raise errors.InvalidArgumentError(
                 f"save: bad {name}, expected an integer in {low}..{manifest.MAX_STEP - 1}, "
                 f"got {value!r}"
             )
+    # The arrays are checked before any rank creates a file: a bad dtype leaves nothing behind.
     slices = shards.as_slices(tensors)
     if metric is not None:
         metric = _metric(metric)
+    # A copy, because the caller may change its metadata while a thread writes the checkpoint.
     copied = manifest.json_copy(metadata)
     return PreparedCheckpoint(slices, int(step), copied, rules, world_size, metric)
 
@@ -266,14 +270,14 @@ def _metric(given: Any) -> float | None:
 def slices_of_rank(
     draft: PreparedCheckpoint, share: Iterable[tuple[str, Box]] | None = None
 ) -> list[NamedSlice]:
-    """Return the arrays that a rank writes, as views where they lie in one run.
+    """Return the arrays that a rank writes, as views where they are contiguous.
 
     Args:
-        draft: what it has.
-        share: names and boxes that it writes; if None it writes alone.
+        draft: the checkpoint.
+        share: names and boxes that the rank writes; None if the rank writes alone.
 
     Raises:
-        InvalidArgumentError: it writes alone, and has a tensor only in part.
+        InvalidArgumentError: the rank writes alone, but has only a part of a tensor.
     """
     found = []
     if share is None:
@@ -281,10 +285,11 @@ def slices_of_rank(
             (share,) = assign_writers([draft.held()])
         except errors.InvalidArgumentError as error:
             raise errors.InvalidArgumentError(
-                f"{error}. Where ranks have parts, make the manager with sharded=True"
+                f"{error}. Use sharded=True if ranks hold parts of a tensor"
             ) from error
     for name, box in share:
         part = draft.slices[name]
+        # A view: `split` cuts an array in C order along its first axis longer than 1.
         array = np.asarray(part.array[inside(box, part.box)], order="C").reshape(box.shape)
         found.append(NamedSlice(name, part.shape, box, array))
     return found
@@ -298,23 +303,25 @@ def write_shard(
     job: str = "rank",
     rest: Callable[[], object] | None = None,
 ) -> Written:
-    """Write one file of a checkpoint; any process that reaches the directory may do it.
+    """Write one file of a checkpoint, from any process that reaches the directory.
 
     Args:
-        part: where, of the `CheckpointTransaction`.
-        suffix: of the file's name, likewise.
-        rank: who writes.
-        given: what to write.
-        job: what the number counts.
-        rest: called between pieces of about a MiB.
+        part: directory to write to, from the `CheckpointTransaction`.
+        suffix: suffix of the file's name, from the `CheckpointTransaction`.
+        rank: number of the writer, for the file's name.
+        given: the slices to write.
+        job: what the number counts, for the file's name.
+        rest: called after each chunk of 1 MiB.
 
     Raises:
-        OpError: it cannot be written.
+        OpError: the file cannot be written.
     """
+    # Padded, so that the files of a listing are in rank order.
     name = f"{job}-{rank:05d}{suffix}.safetensors"
     path = part / name
     with explained("save", path), transaction.new_file(path) as put:
         nbytes, entries = shards.write(put, name, given, rest)
+    # The shapes travel with the report, because rank 0 may hold no part of this tensor.
     shapes = {piece.name: (piece.array.dtype.name, piece.shape) for piece in given}
     return Written(name, nbytes, shapes, entries)
 
@@ -324,23 +331,26 @@ def commit(
     draft: PreparedCheckpoint,
     write: Callable[[CheckpointTransaction], list[Written]],
 ) -> Location:
-    """Have the files of a checkpoint written, complete it, and delete what need not stay.
+    """Write the files of a checkpoint, complete it, and delete old checkpoints.
 
     Args:
-        begun: the checkpoint, which is abandoned if anything fails.
-        draft: what it is.
-        write: is given `begun`, returns all that has been `Written`.
+        begun: the transaction, abandoned if anything fails.
+        draft: the checkpoint.
+        write: called with `begun`; returns all files that all ranks have `Written`.
 
     Raises:
         OpError: as `save`.
     """
     try:
         with explained("save", begun.final):
+            # The manifest is made last, as it needs the lengths and checksums of all files.
             plan = _plan(begun, draft, write(begun))
             begun.commit(plan)
     except BaseException:
+        # Also after an interrupt: partial files take space until the next save.
         begun.abandon()
         raise
+    # Delete old checkpoints only now, when the new one is complete.
     begun.prune(draft.rules, plan)
     return begun.final
 
@@ -351,7 +361,7 @@ def write_alone(
     given: list[NamedSlice],
     rest: Callable[[], object] | None = None,
 ) -> Location:
-    """Write a checkpoint in one file; the caller holds the right to write in the directory."""
+    """Write a checkpoint as one file; the caller holds the directory's lock."""
 
     def write(begun: CheckpointTransaction) -> list[Written]:
         return [write_shard(begun.part, begun.suffix, 0, given, rest=rest)]
@@ -362,10 +372,12 @@ def write_alone(
 def _plan(
     begun: CheckpointTransaction, draft: PreparedCheckpoint, written: list[Written]
 ) -> Manifest:
-    """Return what the manifest says."""
+    """Return the manifest."""
+    # Start with this rank's names, so that the manifest has the order that the user passed.
     slices: dict[str, list[SliceEntry]] = {name: [] for name in draft.slices}
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for one in written:
+        # `assign_writers` has checked that ranks agree on dtype and shape, so any rank's facts do.
         shapes |= one.shapes
         for name, entry in one.slices:
             slices.setdefault(name, []).append(entry)
@@ -379,6 +391,7 @@ def _plan(
             for name, found in slices.items()
         },
         metadata=draft.metadata,
+        # Only for `keep_every_n_hours`. `sequence` decides the order, since clocks may jump.
         written=time.time(),
         metric=draft.metric,
     )

@@ -43,37 +43,36 @@ _log = logging.getLogger(__name__)
 class CheckpointManager:
     """Checkpoints of the state of all ranks.
 
-    By default the state is the same on all ranks: rank 0 writes and reads for everybody, and only
-    rank 0 needs the file system. With `sharded` each rank writes its part, all at the same time,
-    and reads its part: what one rank alone has, such as a `Slice` of a larger array, and its share
-    of what several have. All of them need to reach the directory then. Either way a checkpoint can
-    be restored by any number of ranks, sharded or not.
+    By default the state is the same on all ranks. Rank 0 reads and writes for all, and only rank 0
+    needs the file system. With `sharded`, all ranks read and write at the same time: each rank its
+    own part, such as a `Slice` of a larger array, and a share of the tensors that several ranks
+    hold. All ranks then need access to the directory. Either kind of checkpoint can be restored on
+    any number of ranks, sharded or not.
 
-    An error on one rank is raised on every rank. The manager holds the directory's lock from its
-    first `save` until `close`, so that a second job is stopped by a clear error instead of mixing
-    its checkpoints in. Behind a URL there is no lock: a second job is found out when a checkpoint
-    of it has come in between.
+    An error on one rank is raised on every rank. The manager locks the directory from its first
+    `save` until `close`, so that a second job fails with a clear error instead of adding its
+    checkpoints. URLs have no lock: `save` raises if another job has written in the meantime.
 
-    With `background`, `save` returns as soon as the ranks that write have copied their arrays;
-    threads write them. At most one checkpoint is on its way: the next collective call waits for it,
-    and raises its error on all ranks.
+    With `background`, `save` returns when the writing ranks have copied their arrays; threads write
+    the copies. At most one checkpoint is in progress. The next collective call waits for it and
+    raises its error on all ranks.
 
-    Sharded, a rank waits for another one's part for an hour at most, since a file system may take
-    as long; a rank that has died is found at once.
+    With `sharded`, a rank waits for another rank's part for at most an hour, because file systems
+    may take that long. A dead rank is detected at once.
 
     Args:
-        directory: the directory of checkpoints, as rank 0 sees it; or a URL, such as
-            "s3://bucket/run", for which fsspec has to be installed.
-        comm: the ranks, or None for this process alone.
-        keep: how many checkpoints stay, see `save`.
-        keep_every_n_hours: of older ones the first stays, too, and then one every so many hours.
-        best: which metric is the best, "min" or "max"; that checkpoint stays, too.
-        background: whether to write in the background. The copies stay in memory for the next save.
+        directory: directory of checkpoints, as rank 0 sees it; or a URL, such as
+            "s3://bucket/run", which needs fsspec.
+        comm: the ranks; None for this process alone.
+        keep: number of checkpoints to keep, see `save`.
+        keep_every_n_hours: also keep the first of the older ones, and then one per this many hours.
+        best: "min" or "max": also keep the checkpoint with the lowest or highest metric.
+        background: whether to write in the background. The copies stay allocated for the next save.
         sharded: whether each rank writes its part.
 
     Raises:
-        ValueError: hours that are not above 0, or a word that is neither.
-        ImportError: a URL, and fsspec is not installed.
+        ValueError: `keep_every_n_hours` is not above 0, or `best` is unknown.
+        ImportError: the directory is a URL, and fsspec is not installed.
     """
 
     def __init__(
@@ -92,8 +91,10 @@ class CheckpointManager:
         self._ranks = ProcessGroup(comm)
         self._rules = RetentionPolicy(keep, keep_every_n_hours, best)
         self._background = AsyncWriter() if background else None
+        # Keyed by name and box; a box implies the shape, so only dtypes are compared.
         self._copies: dict[Any, npt.NDArray[Any]] = {}
         self._lock: DirectoryLock | None = None
+        # One rank alone writes the whole tensors, and needs no messages.
         self._sharded = sharded and comm is not None and comm.size > 1
         self._crew: sharded_writing.WriterGroup | None = None
 
@@ -104,12 +105,12 @@ class CheckpointManager:
 
     @property
     def directory(self) -> Location:
-        """Where the checkpoints are."""
+        """Directory of the checkpoints."""
         return self._directory
 
     @property
     def in_background(self) -> bool:
-        """Whether a checkpoint may not be there yet when `save` returns."""
+        """Whether `save` may return before the checkpoint is complete."""
         return self._background is not None
 
     @property
@@ -125,25 +126,25 @@ class CheckpointManager:
         metadata: Mapping[str, Any] | None = None,
         metric: float | None = None,
     ) -> Location:
-        """Write a checkpoint, as the function `save` does.
+        """Write a checkpoint, as the function `save`.
 
-        Collective: all ranks. What ranks other than 0 pass is not looked at, unless the checkpoints
-        are sharded: then each passes the tensors that it has. Of one that several ranks have they
-        all have the same numbers; of a `Slice` all ranks together have every element.
+        *Collective*. Arguments of ranks other than 0 are ignored, unless the checkpoints are
+        sharded: then each rank passes its tensors. A tensor of several ranks must be equal on all
+        of them. The `Slice` parts of a tensor must cover it.
 
         Args:
-            tensors: as the function `save` takes them, or slices of larger ones.
-            step: likewise; that of rank 0 counts, as do the next two. Sharded, it must be equal on
-                all ranks.
-            metadata: likewise.
-            metric: how good the model is, for `best`. What is not finite counts as None.
+            tensors: tensors as for the function `save`, or slices of larger ones.
+            step: training step; rank 0's is used. With `sharded` it must be equal on all ranks.
+            metadata: as for the function `save`; rank 0's is used.
+            metric: quality of the model, for `best`; rank 0's is used. A metric that is not finite
+                counts as None.
 
         Returns:
             The directory of the checkpoint, on every rank.
 
         Raises:
-            OpError: as the function `save`, the same on every rank. In the background it may be
-                that of the save before; then nothing has been saved now.
+            OpError: as the function `save`, the same on every rank. With `background` it may be the
+                error of the previous save; this call has then saved nothing.
             MismatchError: sharded, and `step` differs among the ranks; on all ranks.
         """
 
@@ -163,11 +164,14 @@ class CheckpointManager:
 
         def write() -> Location:
             draft = prepared()
+            # After `prepare`: an invalid argument must not create the directory.
             self._claim()
             given = checkpoint.slices_of_rank(draft)
             if self._background is None:
                 return checkpoint.write_alone(self._directory, draft, given)
+            # Before `save` returns, since the caller changes its arrays in the next step.
             copied = self._copy_arrays(given)
+            # The thread yields the cores to training; a save in the foreground does not pause.
             rest = self._background.throttle
             self._behind(lambda: checkpoint.write_alone(self._directory, draft, copied, rest))
             return self._directory / name_of(draft.step)
@@ -175,20 +179,26 @@ class CheckpointManager:
         return self._on_rank_0("save", write)
 
     def _save_together(self, prepared: Callable[[], PreparedCheckpoint]) -> Location:
-        """Settle who writes what, and let each rank write its part."""
+        """Assign the tensors to writers, and let each rank write its part."""
         comm = self._comm
         assert comm is not None
 
+        # Agree before the first message about the plan: a rank with a bad argument would leave the
+        # others waiting in the all-gather.
         draft = self._ranks.run_then_agree("save: prepare", prepared)
-        self._on_rank_0("save", self._claim)  # after what is in the background
+        self._on_rank_0("save", self._claim)  # also waits for the save in the background
+        # Made in the first save, because its constructor is collective.
         crew = self._crew = self._crew or sharded_writing.WriterGroup(comm)
+        # All ranks compute the same plan from the same facts, so no rank has to send one.
         gathered = comm.allgather_object((draft.step, draft.held()))
         difference = first_difference(comm, "save", [[f"step {step}"] for step, _ in gathered])
         if difference is not None:
             raise extend.collective_error(comm, cc.MismatchError(difference))
         share = write_plan.assign_writers([held for _, held in gathered])[comm.rank]
+        # All errors above are raised on all ranks, so the ranks count their checkpoints alike.
         number, given = crew.next(), checkpoint.slices_of_rank(draft, share)
         if self._background is not None:
+            # A rank that lacks memory must stop all ranks before rank 0 begins the checkpoint.
             given = self._ranks.run_then_agree("save: copy", lambda: self._copy_arrays(given))
             rest = self._background.throttle
             self._behind(
@@ -209,24 +219,24 @@ class CheckpointManager:
         *,
         slices: Wanted | None = None,
     ) -> checkpoint.Checkpoint | None:
-        """Read the newest complete checkpoint; None where there is none.
+        """Read the newest complete checkpoint; return None without one.
 
-        Collective: all ranks.
+        *Collective*.
 
         Args:
-            path: of another checkpoint, such as that of `best()`, as rank 0 sees it.
-            slices: name -> which elements of a tensor this rank wants, where it does not want all;
-                may differ between ranks. What the checkpoint does not hold is passed over. Or a
-                function of name and shape that returns them, or None for all.
+            path: another checkpoint, such as `best()`, as rank 0 sees it.
+            slices: name -> box of a tensor that this rank needs, for tensors it needs in part; may
+                differ between ranks. Unknown names are ignored. Or a function of name and shape
+                that returns a box, or None for the whole tensor.
 
         Returns:
-            The same checkpoint on every rank but for `slices`, bit-equal arrays in memory of its
-            own.
+            The same checkpoint on every rank apart from `slices`, with bit-equal arrays in separate
+            memory.
 
         Raises:
-            InvalidArgumentError: a slice does not lie inside of its tensor; on every rank.
+            InvalidArgumentError: a box is not inside its tensor; on every rank.
             OpError: as the function `restore`, the same on every rank.
-        Cost: one broadcast of the manifest and one per tensor, or slice in a file.
+        Cost: one broadcast of the manifest and one per tensor, or per slice in a file.
         """
         whole: dict[str, npt.NDArray[Any]] = {}
 
@@ -236,6 +246,8 @@ class CheckpointManager:
                 return None
             place = checkpoint_listing.select(place, None)
             if self._sharded:
+                # The others get the manifest from rank 0, so all ranks read the same checkpoint
+                # even if a newer one appears meanwhile.
                 return place, manifest.read(place)
             plan, tensors = checkpoint.read_all(place)
             whole.update(tensors)
@@ -244,7 +256,9 @@ class CheckpointManager:
         found = self._on_rank_0("restore", find)
         if found is None:
             return None
+        # All ranks get the manifest with `found`: the broadcasts need names, shapes and dtypes.
         place, plan = found
+        # Before any data moves: a wrong box on one rank must not leave the others in a broadcast.
         wanted = self._ranks.run_then_agree(
             "restore: slices", lambda: read_plan.plan_reads(slices, plan)
         )
@@ -257,21 +271,21 @@ class CheckpointManager:
         return checkpoint.Checkpoint(plan.step, tensors, dict(plan.metadata), place)
 
     def latest(self) -> Location | None:
-        """Find the newest complete checkpoint, as this rank sees the directory; not collective.
+        """Return the newest complete checkpoint, as this rank sees the directory; not collective.
 
-        It waits for a checkpoint that this rank writes in the background; `wait` waits for the
-        checkpoints of all ranks. Ranks that call it at different moments may get different results:
-        broadcast one of them where all ranks must act on it.
+        It waits for a checkpoint that this rank writes in the background. `wait` waits for those of
+        all ranks. Ranks that call it at different moments may get different results. If all ranks
+        must act on the result, broadcast one rank's.
 
         Raises:
-            OpError: the manager has one rank only, and its save in the background has failed. Of
+            OpError: the manager has one rank, and its save in the background has failed. With
                 several ranks, the next collective call raises this error.
         """
         self._await_background()
         return checkpoint.latest(self._directory)
 
     def best(self) -> Location | None:
-        """Find the checkpoint with the best metric, None without any; not collective, as `latest`.
+        """Return the checkpoint with the best metric or None; not collective, see `latest`.
 
         Raises:
             ValueError: the manager was made without `best`.
@@ -283,20 +297,21 @@ class CheckpointManager:
         return checkpoint.best(self._directory, best)
 
     def wait(self) -> None:
-        """Wait until the checkpoint in the background is there. Collective: all ranks.
+        """Wait until the checkpoint in the background is complete. *Collective*.
 
         Raises:
-            OpError: what `save` would have raised; on every rank.
+            OpError: the error of that save; on every rank.
         """
         self._on_rank_0("save", lambda: None)
 
     def close(self) -> None:
-        """Release the directory for other writers; not collective; harmless when called again.
+        """Release the directory for other writers; not collective; harmless when repeated.
 
         Raises:
-            OpError: of a checkpoint in the background, on a rank that wrote it. After `wait` there
-                is none.
+            OpError: the error of a checkpoint in the background, on a rank that wrote it; never
+                after `wait`.
         """
+        # Taken first, so that closing twice, or after an error, releases it once.
         lock, self._lock = self._lock, None
         try:
             if self._background is not None:
@@ -311,6 +326,7 @@ class CheckpointManager:
 
     def __exit__(self, kind: type[BaseException] | None, *exc_info: object) -> None:
         try:
+            # `wait` is collective: after an error, other ranks may not reach the end of the block.
             if kind is None and self._background is not None:
                 self.wait()
         finally:
@@ -319,19 +335,20 @@ class CheckpointManager:
             except Exception as error:
                 if kind is None:
                     raise
-                # What ends the block says more, and the other ranks do not wait for this.
-                _log.error("save: the last checkpoint is not there: %s", error)
+                # The block's own exception matters more, and no rank waits for this one.
+                _log.error("save: the last checkpoint is incomplete: %s", error)
 
     def _claim(self) -> None:
-        """Take the directory for this job, on rank 0."""
+        """Lock the directory for this job, on rank 0."""
         if self._lock is None and not isinstance(self._directory, StorageUrl):
             self._lock = DirectoryLock(self._directory)
 
     def _copy_arrays(self, given: list[NamedSlice]) -> list[NamedSlice]:
-        """Copy the arrays, into memory of the save before where that fits."""
+        """Copy the arrays, into the copies of the previous save where shape and dtype match."""
         old, copies = self._copies, {}
         for piece in given:
             place, array = (piece.name, piece.box), piece.array
+            # Copies that stay in `old` are freed: they are of tensors that are no longer saved.
             copy = old.pop(place, None)
             if copy is None or copy.dtype != array.dtype:
                 copy = _empty_like(array, piece.name)
@@ -341,9 +358,11 @@ class CheckpointManager:
         return [piece._replace(array=copies[piece.name, piece.box]) for piece in given]
 
     def _behind(self, work: Callable[[], object]) -> None:
-        """Do some work in the background, with the lock, also if nobody else holds it any more."""
+        """Run `work` in the background; it holds the lock even if the manager is closed."""
         assert self._background is not None
 
+        # The default argument keeps the lock alive as long as the thread runs. A manager dropped
+        # without `close` would otherwise release it in the middle of a save.
         def run(held: DirectoryLock | None = self._lock) -> None:
             work()
 
@@ -352,6 +371,7 @@ class CheckpointManager:
     def _await_background(self) -> None:
         """Wait for this rank's background thread; the next collective call raises its error."""
         if self._comm is None or self._comm.size == 1:
+            # Raises here, because a single rank has no collective call in which others wait.
             self._finish()
         elif self._background is not None:
             self._background.wait()
@@ -366,12 +386,12 @@ class CheckpointManager:
         work: Callable[[], _T],
         others: Callable[[], object] | None = None,
     ) -> _T:
-        """Do `work` on rank 0, after what is in the background; result or error on every rank.
+        """Run `work` on rank 0 after the save in the background; result or error on every rank.
 
         Args:
-            what: the operation.
-            work: whose result or error all ranks get.
-            others: what other ranks do meanwhile. Rank 0 hears of their errors in `work`.
+            what: name of the operation.
+            work: function on rank 0; all ranks get its result or error.
+            others: function on the other ranks meanwhile. They report their errors to `work`.
         """
         comm = self._comm
         if comm is None or comm.size == 1:
@@ -381,19 +401,25 @@ class CheckpointManager:
         failure: BaseException | None = None
         if comm.rank == 0:
             try:
+                # The error of the previous save ends this call before `work`.
                 self._finish()
                 outcome = ("", work())
-            except BaseException as error:  # an interrupt, too: the others wait for the outcome
+            except BaseException as error:  # also an interrupt: other ranks wait for the outcome
                 failure = error
                 outcome = (type(error).__name__, str(error))
         else:
+            # Runs while rank 0 runs `work`: with `sharded` both exchange messages.
             failure = self._follow(others)
         try:
+            # Also the barrier of the call: no rank returns before the checkpoint is complete.
             kind, result = comm.broadcast_object(outcome, root=0)
         except cc.CollectiveError as unheard:
             if failure is None:
                 raise
+            # This rank's own error explains more than the failed broadcast.
             raise failure from unheard
+        # Rank 0 raises its own exception, with its traceback. Other ranks raise rank 0's text, as
+        # their own errors are part of it; but an interrupt of this rank must not be lost.
         if failure is not None and (comm.rank == 0 or not isinstance(failure, Exception)):
             raise failure
         if not kind:
@@ -401,11 +427,11 @@ class CheckpointManager:
         raise sharded_writing.error_of(what, kind, result, "")
 
     def _follow(self, work: Callable[[], object] | None) -> BaseException | None:
-        """On other ranks: finish what is in the background, and do some work; return its error."""
+        """Finish this rank's save in the background, then run `work`; return the error."""
         try:
             try:
                 self._finish()
-            except Exception as error:  # rank 0 has heard of it, and tells
+            except Exception as error:  # rank 0 has its report and raises it on all ranks
                 _log.debug("save: in the background of this rank: %s", error)
             if work is not None:
                 work()

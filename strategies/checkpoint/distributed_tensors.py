@@ -1,6 +1,6 @@
 """Sharded values: slices, and PyTorch's DTensor.
 
-FSDP makes the parameters of a module distributed, and so are the states of their optimizer.
+FSDP makes the parameters of a module distributed, and thereby the states of their optimizer.
 """
 
 from __future__ import annotations
@@ -11,15 +11,16 @@ from typing import Any
 
 from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.boxes import Box, Slice
+from strategies.core import pytree
 
 __all__ = ["PartialReads", "dtensor_like", "slice_of"]
 
 
 def slice_of(thing: Any) -> Slice | None:
-    """Say what of a larger array this rank has; None for what is whole.
+    """Return this rank's part of a larger array; None for a whole array.
 
     Raises:
-        TypeError: a distributed tensor whose elements are sums to be made, or strided.
+        TypeError: a DTensor with other placements than Shard and Replicate, or an uneven shard.
     """
     if isinstance(thing, Slice):
         return thing
@@ -28,29 +29,37 @@ def slice_of(thing: Any) -> Slice | None:
     local = thing.to_local()
     start, shape = [0] * thing.ndim, list(thing.shape)
     mesh = thing.device_mesh
+    # Coordinates are those of the mesh, not ranks of the manager's communicator.
     coordinate = mesh.get_coordinate()
     for axis, placement in enumerate(thing.placements):
+        # Several ranks hold the same box then, and `assign_writers` divides it among them.
         if placement.is_replicate():
             continue
+        # By name, because PyTorch moved the class between modules. `_StridedShard` and `Partial`
+        # are rejected: their parts are not boxes of the whole tensor.
         if type(placement).__name__ != "Shard":
             raise TypeError(f"expected a tensor of Shard and Replicate, got {thing.placements}")
-        # As torch.chunk cuts: all as long as the first, but for the last ones.
+        # As torch.chunk cuts: all chunks have the length of the first, except the last ones.
         each = -(-shape[placement.dim] // mesh.size(axis))
+        # Trailing ranks may have no rows, if there are fewer chunks than ranks.
         first = min(coordinate[axis] * each, shape[placement.dim])
         start[placement.dim] += first
         shape[placement.dim] = min(each, shape[placement.dim] - first)
+    # A guard against other ways of sharding: a wrong box would store elements at wrong places.
     if tuple(shape) != tuple(local.shape):
         raise TypeError(f"expected {shape} elements on this rank, got {list(local.shape)}")
     return Slice(local, tuple(start), tuple(thing.shape))
 
 
 def dtensor_like(tensor: Any, local: Any) -> Any:
-    """Make a distributed tensor of this rank's part, cut as another one is."""
+    """Return a distributed tensor of this rank's part, with the layout of `tensor`."""
+    # The device of the old part, since checkpoints are read into host memory.
     made = local.to(tensor.to_local().device)
     return type(tensor).from_local(
         made,
         tensor.device_mesh,
         tensor.placements,
+        # `run_check` would communicate among the ranks of the mesh.
         run_check=False,
         shape=tensor.shape,
         stride=tensor.stride(),
@@ -58,30 +67,32 @@ def dtensor_like(tensor: Any, local: Any) -> Any:
 
 
 class PartialReads:
-    """Which arrays of a checkpoint this rank wants only in part, by what its program has.
+    """Arrays of a checkpoint that this rank reads only in part, derived from its objects.
 
     Args:
-        things: by name, as `Saver` has them.
+        things: name -> object, as in `Saver`.
     """
 
     def __init__(self, things: Mapping[str, Any]) -> None:
-        self._exact: dict[str, Any] = {}  # name of an array -> what has a part of it
-        self._states: dict[str, Any] = {}  # where states of a parameter stand -> the parameter
+        self._exact: dict[str, Any] = {}  # name of an array -> the object with a part of it
+        # An optimizer names its states by the parameter's number, as in its `state_dict`.
+        self._states: dict[str, Any] = {}  # prefix of a parameter's states -> the parameter
         for name, thing in things.items():
             self._look(thing, name)
 
     @property
     def names(self) -> list[str]:
-        """Of arrays that this rank has a part of, and of parameters that its optimizer has."""
+        """Names of the arrays, and prefixes of the states of distributed parameters."""
         return [*self._exact, *self._states]
 
     def of(self, name: str) -> Any:
-        """Return what has a part of an array, or is a parameter to whose state it belongs."""
+        """Return the object that holds a part of an array, or the parameter of a state."""
         return self._exact.get(name, self._states.get(name.rpartition("/")[0]))
 
     def box(self, name: str, shape: tuple[int, ...]) -> Box | None:
-        """Return which elements of an array this rank wants; None for all."""
+        """Return the box of an array that this rank reads; None for the whole array."""
         part = slice_of(self.of(name))
+        # Only states of the parameter's shape are distributed like it; its step counter is whole.
         return None if part is None or part.shape != shape else part.box
 
     def _look(self, thing: Any, name: str) -> None:
@@ -94,8 +105,8 @@ class PartialReads:
         elif isinstance(thing, Mapping):
             for key, value in thing.items():
                 self._look(value, f"{name}/{key}")
-        elif (parts := kinds.parts_of(thing)) is not None:
-            label = kinds.labels(thing)
+        elif (parts := pytree.children_of(thing)) is not None:
+            label = pytree.child_labels(thing)
             for index, value in enumerate(parts):
                 self._look(value, f"{name}/{label(index)}")
 
@@ -105,7 +116,7 @@ class PartialReads:
             state = thing.state_dict() if hasattr(thing, "parameters") else {}
             self._exact |= {f"{name}/{key}": x for key, x in state.items() if _is_distributed(x)}
             return
-        # An optimizer that has made no step has no states yet, but as many places for them.
+        # Before its first step an optimizer has no states, but their names are known.
         parameters = [parameter for group in groups for parameter in group["params"]]
         for number, parameter in enumerate(parameters):
             if _is_distributed(parameter):
@@ -113,6 +124,6 @@ class PartialReads:
 
 
 def _is_distributed(thing: Any) -> bool:
-    """Whether it is a distributed tensor, of which there is none unless its module is there."""
+    """Return whether it is a DTensor, without importing PyTorch for the check."""
     module = sys.modules.get("torch.distributed.tensor")
     return module is not None and isinstance(thing, module.DTensor)

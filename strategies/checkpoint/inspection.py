@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import json
 import os
+import pprint
 import time
 from collections.abc import Iterator
 from typing import Any
@@ -13,9 +14,13 @@ import numpy as np
 
 from strategies import errors
 from strategies.checkpoint import checkpoint, manifest
-from strategies.checkpoint.storage import Location, resolve
+from strategies.checkpoint.checkpoint_listing import follow_latest
+from strategies.checkpoint.storage import Location
 
-__all__ = ["diff", "show", "verify"]
+__all__ = ["diff", "facts", "show", "verify"]
+
+
+_WIDTH = 98  # columns of metadata, after an indent of two
 
 
 def show(path: str | os.PathLike[str]) -> Iterator[str]:
@@ -26,8 +31,10 @@ def show(path: str | os.PathLike[str]) -> Iterator[str]:
     Raises:
         OpError: as `checkpoint.restore`.
     """
-    places = checkpoint.list_steps(path)
-    if [resolve(path)] != places:
+    root = follow_latest(path)
+    places = checkpoint.list_steps(root)
+    # A directory of checkpoints, unless the path is the only checkpoint itself.
+    if [root] != places:
         yield f"{'checkpoint':<20} {'written':<19} {'metric':>10} {'arrays':>7} {'bytes':>14}"
         for place in places:
             plan = manifest.read(place)
@@ -37,9 +44,10 @@ def show(path: str | os.PathLike[str]) -> Iterator[str]:
                 f"{sum(plan.files.values()):>14,}"
             )
         return
-    plan = manifest.read(resolve(path))
+    plan = manifest.read(root)
     yield f"step      {plan.step}"
-    yield f"written   {_time(plan.written)} by {plan.world_size} ranks"
+    ranks = f"{plan.world_size} rank{'s' * (plan.world_size != 1)}"
+    yield f"written   {_time(plan.written)} by {ranks}"
     if plan.metric is not None:
         yield f"metric    {plan.metric:.6g}"
     for file, nbytes in plan.files.items():
@@ -48,18 +56,50 @@ def show(path: str | os.PathLike[str]) -> Iterator[str]:
     for name, entry in plan.tensors.items():
         parts = "" if len(entry.slices) == 1 else f", in {len(entry.slices)} slices"
         yield f"{_printable(name):<{width}}  {entry.dtype:<9} {list(entry.shape)}{parts}"
-    yield f"metadata  {json.dumps(plan.metadata)}"
+    yield "metadata"
+    text = pprint.pformat(plan.metadata, width=_WIDTH, compact=True, sort_dicts=False)
+    yield from (f"  {line}" for line in text.splitlines())
+
+
+def facts(path: str | os.PathLike[str]) -> dict[str, Any]:
+    """Return the content of `show` for JSON: of a checkpoint, or of each in a directory.
+
+    Raises:
+        OpError: as `checkpoint.restore`.
+    """
+    root = follow_latest(path)
+    places = checkpoint.list_steps(root)
+    if [root] != places:
+        return {"checkpoints": [{"name": p.name, **_summary(manifest.read(p))} for p in places]}
+    plan = manifest.read(root)
+    tensors = {
+        name: {"dtype": entry.dtype, "shape": entry.shape, "slices": len(entry.slices)}
+        for name, entry in plan.tensors.items()
+    }
+    whole = {"files": dict(plan.files), "tensors": tensors, "metadata": plan.metadata}
+    return {**_summary(plan), **whole}
+
+
+def _summary(plan: manifest.Manifest) -> dict[str, Any]:
+    return {
+        "step": plan.step,
+        "written": plan.written or None,  # seconds since 1970; older manifests have no time
+        "ranks": plan.world_size,
+        "metric": plan.metric,
+        "arrays": len(plan.tensors),
+        "bytes": sum(plan.files.values()),
+    }
 
 
 def verify(path: str | os.PathLike[str]) -> Iterator[tuple[Location, errors.OpError | None]]:
-    """Read all of a checkpoint, or of each in a directory; yield what is wrong with it, or None.
+    """Read a checkpoint, or each in a directory; yield its path and its error or None.
 
-    Memory is taken for a small buffer only.
+    Memory is allocated for a small buffer only.
 
     Raises:
-        OpError: there is no such checkpoint.
+        OpError: the checkpoint does not exist.
     """
-    for place in checkpoint.list_steps(path):
+    for place in checkpoint.list_steps(follow_latest(path)):
         try:
             checkpoint.verify(place)
         except errors.OpError as error:
@@ -69,10 +109,10 @@ def verify(path: str | os.PathLike[str]) -> Iterator[tuple[Location, errors.OpEr
 
 
 def diff(one: str | os.PathLike[str], other: str | os.PathLike[str]) -> Iterator[str]:
-    """Yield lines that say in what two checkpoints differ, none if they hold the same bits.
+    """Yield lines with the differences of two checkpoints; none if they hold the same bits.
 
-    Of a directory the newest counts. When it was written, by how many ranks and in which files does
-    not matter.
+    In a directory the newest checkpoint is used. Time, number of ranks and files of the write are
+    ignored.
 
     Raises:
         OpError: as `checkpoint.restore`.
@@ -93,13 +133,16 @@ def _difference(one: Any, other: Any) -> str | None:
     if (one.dtype, one.shape) != (other.dtype, other.shape):
         return f"{one.dtype} {list(one.shape)} and {other.dtype} {list(other.shape)}"
     width = (one.size, one.itemsize)
+    # As bytes, so that NaNs are equal to themselves and -0.0 differs from 0.0.
     here, there = (array.reshape(-1).view(np.uint8).reshape(width) for array in (one, other))
     count = int((here != there).any(axis=1).sum())
     if not count:
         return None
+    # Exact for float32 and smaller; the difference of large int64 values is rounded.
     wide = np.complex128 if one.dtype.kind == "c" else np.float64
     with np.errstate(invalid="ignore"):  # of infinities
         apart = np.abs(one.astype(wide) - other.astype(wide))
+    # NaN against a number counts as different above, but has no distance.
     largest = np.max(apart, initial=0.0, where=~np.isnan(apart))
     return f"{count} of {one.size} elements differ, by {largest:.3g} at most"
 
@@ -117,15 +160,15 @@ def _differences(name: str, one: Any, other: Any) -> Iterator[str]:
 
 
 def _time(seconds: float) -> str:
-    """Say when, in this machine's time; what an older version wrote does not tell."""
+    """Return local time as text; manifests of older versions have no time and store 0."""
     if seconds == 0:
         return "unknown"
     try:
         return time.strftime("%Y-%m-%d %H:%M:%S", time.localtime(seconds))
-    except (OverflowError, ValueError, OSError):  # a forged number
+    except (OverflowError, ValueError, OSError):  # a forged or damaged time
         return "unknown"
 
 
 def _printable(name: str) -> str:
-    """Give a name without what would move the cursor of a terminal."""
+    """Return a name with its control characters escaped, which would move the cursor."""
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in name)

@@ -1,25 +1,25 @@
 """Manifest of a checkpoint: file, offset and checksum of every slice.
 
-`manifest.json` is written last and is what makes a checkpoint complete. It is a JSON object:
+`manifest.json` is written last and makes the checkpoint complete. It is a JSON object:
 
     schema           format version of this file, an integer
     library          version of the library that wrote it
     step             training step, an integer >= 0
-    sequence         place in the order of writing, so that "newest" does not depend on clocks
+    sequence         number in the order of writing, so that "newest" does not depend on clocks
     world_size       ranks of the run that wrote it
     checksum         algorithm of the slices' checksums: "crc32c"
     files            file name -> length in bytes
     tensors          tensor name -> {shape, dtype, slices}; a slice: {file, start, shape, checksum}
     metadata         the user's JSON object
-    written          when, in seconds since 1970, for those who keep one every so many hours
-    metric           how good the model is, a number or null
+    written          time in seconds since 1970, for `keep_every_n_hours`
+    metric           quality of the model, a number or null
     self_checksum    CRC-32 of all the above in canonical JSON
 
-The slices of a tensor hold every element of it exactly once. In schema 1, which is still read, a
-tensor had one file and one checksum, by "crc32" (of zlib).
+The slices of a tensor hold each of its elements exactly once. Schema 1 can still be read: a tensor
+had one file and one checksum, by "crc32" (of zlib).
 
-A file is hostile until it is checked: lengths before memory is allocated, file names before they
-are opened.
+Files are not trusted until they are checked: lengths before memory is allocated, file names before
+they are opened.
 """
 
 from __future__ import annotations
@@ -59,20 +59,20 @@ __all__ = [
 
 NAME = "manifest.json"
 SCHEMA = 2
-# Of zlib, 2 to 4 GB/s here, and of CRC32C by the processor's own instruction, 6 to 16.
+# zlib's CRC-32 reaches 2 to 4 GB/s here, CRC32C by the processor's own instruction 6 to 16.
 CHECKSUMS = {1: "crc32", 2: "crc32c"}
 CHECKSUM = CHECKSUMS[SCHEMA]
-# 64 MiB hold some 300,000 tensors; a longer file is damage or an attempt to fill the memory.
+# 64 MiB hold some 300,000 tensors; a longer file is damage or an attempt to exhaust memory.
 MAX_BYTES = 64 << 20
-# NumPy 1 stops here; without a limit, the product of the extents could be made to take hours.
+# The limit of NumPy 1. Without a limit, a forged shape could make the product take hours.
 MAX_NDIM = 32
-# A directory name of 15 digits at most sorts, prints and fits in JSON numbers everywhere.
+# Directory names of at most 15 digits sort, print and fit in JSON numbers everywhere.
 MAX_STEP = 10**15
-# The first place in the order of writing that a manifest cannot hold; the last one leaves no later.
+# Exclusive limit of sequence numbers. A checkpoint with the last one would block later saves.
 MAX_SEQUENCE = 1 << 63
-# Bytes of which NumPy can make an array, where it takes an extent of 0 for 1.
+# Largest array of NumPy in bytes. NumPy counts an extent of 0 as 1 in this check.
 _MAX_NBYTES = int(np.iinfo(np.intp).max)
-# No directory part, and no leading point, so that it is neither hidden nor "..".
+# No directory part, and no leading point, so that the file is neither hidden nor "..".
 _FILE_NAME = re.compile(r"[A-Za-z0-9_][A-Za-z0-9_.-]{0,254}")
 
 _NUMPY_HAS = (
@@ -82,12 +82,12 @@ DTYPES: dict[str, np.dtype[Any]] = {
     **{name: np.dtype(name) for name in _NUMPY_HAS.split()},
     "bfloat16": np.dtype(ml_dtypes.bfloat16),
 }
-"""What a checkpoint can hold, by NumPy's name: the types that safetensors has words for."""
+"""Supported dtypes by NumPy's name: the ones that safetensors can represent."""
 
 
 @dataclass(frozen=True)
 class SliceEntry:
-    """Where some elements of a tensor lie: those of a box, in C order, with their checksum."""
+    """A slice of a tensor in a file: its box, in C order, with its checksum."""
 
     file: str
     start: tuple[int, ...]
@@ -96,13 +96,13 @@ class SliceEntry:
 
     @property
     def box(self) -> Box:
-        """Which elements."""
+        """Box of the elements."""
         return Box(self.start, self.shape)
 
 
 @dataclass(frozen=True)
 class TensorEntry:
-    """A tensor: `shape` in elements, `dtype` a key of `DTYPES`, and the slices that make it up."""
+    """A tensor: `shape` in elements, `dtype` a key of `DTYPES`, and its slices."""
 
     shape: tuple[int, ...]
     dtype: str
@@ -116,7 +116,7 @@ class TensorEntry:
 
 @dataclass(frozen=True)
 class Manifest:
-    """The content of `manifest.json`; see the module's text for the fields."""
+    """The content of `manifest.json`; see the module docstring for the fields."""
 
     step: int
     sequence: int
@@ -129,19 +129,21 @@ class Manifest:
     checksum: str = CHECKSUM
 
     def encode(self) -> bytes:
-        """Give the bytes of the file."""
+        """Return the bytes of the file."""
         body = {"schema": SCHEMA, "library": __version__, **asdict(self)}
+        # Over canonical JSON, so that the checksum does not depend on the file's formatting.
         sealed = {**body, "self_checksum": zlib.crc32(_canonical(body))}
+        # `allow_nan=False`: NaN and Infinity are not JSON, and other readers would reject them.
         return (json.dumps(sealed, indent=1, allow_nan=False) + "\n").encode()
 
 
 def key(name: str, shape: tuple[int, ...], box: Box) -> str:
-    """Return the name in its file of a slice of a tensor, such as "w[0:4,2:3]".
+    """Return the name of a slice in its file, such as "w[0:4,2:3]".
 
     Args:
-        name: of the tensor.
-        shape: of the tensor.
-        box: of the slice; of one that is the whole tensor the name is the tensor's.
+        name: name of the tensor.
+        shape: shape of the tensor.
+        box: box of the slice. A slice that is the whole tensor has the tensor's name.
     """
     if box == whole(shape):
         return name
@@ -150,22 +152,24 @@ def key(name: str, shape: tuple[int, ...], box: Box) -> str:
 
 
 def adder(algorithm: str) -> Callable[[Any, int], int]:
-    """Return what adds bytes, an array of uint8, to a checksum, 0 at first."""
+    """Return a function that adds an array of uint8 to a checksum, which starts at 0."""
     if algorithm == "crc32":
+        # zlib reads the array's buffer; `data.data` is its memoryview without a copy.
         return lambda data, value: zlib.crc32(data.data, value)
     extend = importlib.import_module("google_crc32c").extend
     return lambda data, value: int(extend(value, data))
 
 
 def read(directory: Location) -> Manifest:
-    """Read and check the manifest of the checkpoint in `directory`, and its files' lengths.
+    """Read and check the manifest of a checkpoint, and the lengths of its files.
 
     Raises:
-        NotFoundError: the manifest or a file that it names does not exist.
+        NotFoundError: the manifest or one of its files does not exist.
         DataLossError: the manifest is damaged or unsafe, or a file has another length.
-        FailedPreconditionError: it was written by a newer version of the library.
+        FailedPreconditionError: a newer version of the library wrote the manifest.
     """
     path = directory / NAME
+    # The length first: a forged manifest of gigabytes must not be read into memory.
     nbytes = length(directory, NAME)
     if nbytes > MAX_BYTES:
         raise errors.DataLossError(
@@ -174,8 +178,10 @@ def read(directory: Location) -> Manifest:
         )
     with opened(path) as file:
         data = file.read(nbytes)
+    # The manifest's checksum does not prevent forgery, so every field is checked as well.
     manifest = _decode(data, path)
     for name, expected in manifest.files.items():
+        # Before the name becomes part of a path.
         if not _FILE_NAME.fullmatch(name):
             raise errors.DataLossError(
                 f"restore: unsafe file name, expected a plain name inside the checkpoint, "
@@ -191,11 +197,11 @@ def read(directory: Location) -> Manifest:
 
 
 def json_copy(metadata: Mapping[str, Any] | None) -> dict[str, Any]:
-    """Give what reading the metadata back would give, so that it comes back as it went in.
+    """Return the metadata as JSON would return it, after a check that nothing changes.
 
     Raises:
-        InvalidArgumentError: JSON cannot hold it, or would change it (tuples, keys that are no
-            strings, nan and infinity, NumPy scalars).
+        InvalidArgumentError: JSON cannot represent the metadata, or would change it (tuples, keys
+            other than strings, nan and infinity, NumPy scalars).
     """
     try:
         copy = json.loads(json.dumps(metadata or {}, allow_nan=False))
@@ -214,11 +220,12 @@ def _canonical(body: Mapping[str, Any]) -> bytes:
 
 
 def _decode(data: bytes, path: Location) -> Manifest:
-    """Check every field; what is wrong is named with the file."""
+    """Check every field; errors name the field and the file."""
     try:
         body = json.loads(data)
         if not isinstance(body, dict):
             raise ValueError(f"expected an object, got {type(body).__name__}")
+        # First, so that a newer schema is not reported as damage.
         if isinstance(body.get("schema"), int) and body["schema"] > SCHEMA:
             raise errors.FailedPreconditionError(
                 f"restore: manifest has schema {str(body['schema'])[:50]}, this library reads "
@@ -229,6 +236,7 @@ def _decode(data: bytes, path: Location) -> Manifest:
             raise ValueError("checksum of the manifest differs")
         return _check(body)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
+        # A `KeyError` has only the missing key as its text.
         what = f"missing {error}" if isinstance(error, KeyError) else str(error)
         raise errors.DataLossError(
             f"restore: damaged manifest: {what[:300]} (file: {path})"
@@ -249,7 +257,7 @@ def _check(body: dict[str, Any]) -> Manifest:
         files=files,
         tensors={name: _entry(name, one, files, schema) for name, one in body["tensors"].items()},
         metadata=body["metadata"],
-        # Not there in what was written before these were.
+        # Absent in manifests of versions before these fields.
         written=_finite(body.get("written", 0.0), "written"),
         metric=None if body.get("metric") is None else _finite(body["metric"], "metric"),
         checksum=body["checksum"],
@@ -261,10 +269,12 @@ def _entry(name: str, entry: dict[str, Any], files: dict[str, int], schema: int)
     if entry["dtype"] not in DTYPES:
         raise ValueError(f"{name}: unknown dtype {entry['dtype']!r}")
     itemsize = DTYPES[entry["dtype"]].itemsize
+    # Python integers do not overflow, so a forged shape cannot wrap around to a small size.
     room = math.prod(extent or 1 for extent in shape) * itemsize
-    if room > _MAX_NBYTES:  # also where an extent of 0 makes it empty
-        raise ValueError(f"shape of {name}: no array can have it, got {list(shape)}")
+    if room > _MAX_NBYTES:  # NumPy refuses such a shape even if an extent of 0 makes it empty
+        raise ValueError(f"shape of {name}: too large for an array, got {list(shape)}")
     if schema == 1:
+        # Schema 1 had one slice per tensor, with file and checksum beside the shape.
         listed = [{**entry, "start": [0] * len(shape)}]
     elif not isinstance(listed := entry["slices"], list):
         raise ValueError(f"slices of {name}: expected a list")
@@ -278,12 +288,14 @@ def _entry(name: str, entry: dict[str, Any], files: dict[str, int], schema: int)
         for one in listed
     )
     try:
+        # Also with a valid checksum: a gap would leave uninitialized memory in the array.
         check_tiles(shape, [one.box for one in slices])
     except ValueError as error:
         raise ValueError(f"{name}: {error}") from error
     for one in slices:
         if one.file not in files:
             raise ValueError(f"{name}: unknown file {one.file!r}")
+        # No slice may claim more memory than its file has bytes.
         if one.box.size * itemsize > files[one.file]:
             raise ValueError(f"{name}: longer than its file")
     return TensorEntry(shape, entry["dtype"], slices)
@@ -296,12 +308,14 @@ def _extents(value: Any, what: str) -> tuple[int, ...]:
 
 
 def _finite(value: Any, what: str) -> float:
+    # `type` instead of `isinstance`, because JSON's `true` would count as the number 1.
     if type(value) not in (int, float) or not math.isfinite(value):
         raise ValueError(f"{what}: expected a finite number, got {str(value)[:50]}")
     return float(value)
 
 
 def _count(value: Any, what: str, end: int = 1 << 63) -> int:
+    # Not isinstance, because bool is a subclass of int.
     if type(value) is not int or not 0 <= value < end:
         raise ValueError(f"{what}: expected an integer in 0..{end - 1}, got {str(value)[:50]}")
     return value

@@ -1,8 +1,8 @@
 """Read plan: which rank reads which slice, and how ranks redistribute them.
 
-Of tensors that all ranks want whole, each rank reads some slices as they lie in the files, and
-gives them to the others, so that all files are read once, by all ranks together. What a rank wants
-only a part of it reads itself: the slices in which there is some of it.
+If all ranks need a whole tensor, each rank reads some of its slices and broadcasts them. So every
+file is read once, by all ranks together. If a rank needs only a part of a tensor, each rank reads
+the slices that overlap its own part.
 """
 
 from __future__ import annotations
@@ -29,14 +29,14 @@ Arrays = dict[str, npt.NDArray[Any]]
 
 
 Wanted = Mapping[str, Box] | Callable[[str, tuple[int, ...]], Box | None]
-"""Tensor name -> the elements that a rank wants; or a function of name and shape."""
+"""Tensor name -> box that a rank needs; or a function of name and shape."""
 
 
 def plan_reads(slices: Wanted | None, plan: Manifest) -> dict[str, Box]:
-    """Return of which tensors of a checkpoint a rank wants only a part, and which.
+    """Return the boxes of the tensors that a rank needs only in part.
 
     Raises:
-        InvalidArgumentError: a box does not lie inside of its tensor.
+        InvalidArgumentError: a box is not inside its tensor.
     """
     found = {}
     for name, entry in plan.tensors.items():
@@ -60,17 +60,19 @@ def plan_reads(slices: Wanted | None, plan: Manifest) -> dict[str, Box]:
 def read_together(
     comm: cc.Communicator, path: Location, plan: Manifest, wanted: Mapping[str, Box]
 ) -> Arrays:
-    """Return all tensors of a checkpoint, those in `plan_reads` only in part; *collective*.
+    """Return all tensors of a checkpoint, those in `wanted` in part; *collective*.
 
     Args:
         comm: the ranks, all of which reach the files.
-        path: of the checkpoint.
+        path: the checkpoint.
         plan: its manifest.
-        wanted: name -> which elements this rank wants; of other tensors it wants all.
+        wanted: name -> box that this rank needs; it needs all of other tensors.
 
     Raises:
         OpError: as `checkpoint.restore`, the same on all ranks.
     """
+    # Names of all ranks: one rank that needs a part excludes the tensor from the broadcasts.
+    # A tensor is broadcast only if every rank needs all of it.
     cut = {name for names in comm.allgather_object(set(wanted)) for name in names}
     pieces = [
         (name, one.box)
@@ -79,6 +81,7 @@ def read_together(
         for one in entry.slices
     ]
     sizes = [box.size * DTYPES[plan.tensors[name].dtype].itemsize for name, box in pieces]
+    # The manifest is the same on all ranks, so all compute the same assignment.
     readers = least_loaded(sizes, comm.size)
 
     def read() -> Arrays:
@@ -97,8 +100,10 @@ def read_together(
         checkpoint.read(path, plan, targets)
         return found
 
+    # Agree before the first broadcast, because a rank that failed to read has nothing to send.
     found = ProcessGroup(comm).run_then_agree("restore: read", read)
     for (name, box), size, reader in zip(pieces, sizes, readers, strict=True):
+        # Empty slices have no bytes. All ranks skip them, as the manifest contains the sizes.
         if size:
             _give(comm, found[name], box, reader)
     return found
@@ -107,7 +112,7 @@ def read_together(
 def distribute(
     comm: cc.Communicator | None, plan: Manifest, read: Mapping[str, npt.NDArray[Any]]
 ) -> Arrays:
-    """Give all ranks the tensors that rank 0 has read; *collective*."""
+    """Broadcast rank 0's tensors to all ranks; *collective*."""
     if comm is None or comm.size == 1:
         return dict(read)
     found = {}
@@ -120,17 +125,19 @@ def distribute(
 
 
 def parts(found: Arrays, wanted: Mapping[str, Box], plan: Manifest) -> Arrays:
-    """Return the arrays, of those in `plan_reads` only a part."""
+    """Return the arrays, cut to the boxes in `wanted`."""
     result = dict(found)
     for name, box in wanted.items():
         if name in found:
+            # A copy, so that the part does not keep the whole array in memory.
             result[name] = found[name][inside(box, whole(plan.tensors[name].shape))].copy()
     return result
 
 
 def _give(comm: cc.Communicator, array: npt.NDArray[Any], box: Box, root: int) -> None:
-    """Give all ranks some elements of one rank's array; sent as bytes, whatever its dtype."""
+    """Broadcast a box of the root's array; sent as bytes, whatever the dtype."""
     view = array[inside(box, whole(array.shape))]
+    # A box may be a strided view, which cannot be sent as bytes.
     mine = np.ascontiguousarray(view)
     received = np.asarray(comm.broadcast(shards.as_bytes(mine), root=root))
     if comm.rank != root:

@@ -1,12 +1,13 @@
 """Restoring: from checkpoint contents back to the program's objects.
 
-What can be changed in place is: modules, optimizers, variables, arrays of NumPy and PyTorch. Of
-anything else a new one is made, in the containers and the library of the old one. All is compared
+Modules, optimizers, variables and arrays of NumPy and PyTorch are changed in place. Other objects
+are replaced by new ones, in the containers and the library of the old ones. Everything is compared
 before anything is changed.
 """
 
 from __future__ import annotations
 
+import copy
 from collections import Counter
 from collections.abc import Callable, Mapping
 from typing import Any
@@ -17,12 +18,12 @@ from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.boxes import Slice
 from strategies.checkpoint.distributed_tensors import PartialReads, dtensor_like, slice_of
 from strategies.checkpoint.serialization import Arrays
-from strategies.core import array_ops
+from strategies.core import array_ops, pytree
 
 __all__ = ["Put", "restore_into"]
 
 Put = Callable[[], None]
-"""Changes one thing."""
+"""Changes one object."""
 
 
 def restore_into(
@@ -34,24 +35,24 @@ def restore_into(
     *,
     place: int | None = None,
 ) -> tuple[dict[str, Any], list[Put]]:
-    """Compare what a checkpoint holds with the things that are to have it.
+    """Compare the contents of a checkpoint with the objects to restore.
 
     Nothing has changed yet when this returns.
 
     Args:
         nodes: the JSON object of `serialize`.
-        stored: the arrays, of which this rank has what `parts` says.
-        things: the program's.
+        stored: the arrays; those in `parts` only in this rank's part.
+        things: name -> object of the program.
         comm: the ranks.
-        parts: of the things.
-        place: which rank's generators this one takes; those of its own number in `comm` if None.
+        parts: the objects that this rank reads in part.
+        place: rank whose generators this rank takes; None for its own number in `comm`.
 
     Returns:
-        The new things, of which those that are changed in place are the old ones; and what has to
-        be called to change them.
+        The new objects, among which are the old ones that are changed in place; and the functions
+        that change them.
 
     Raises:
-        NotFoundError: the checkpoint has nothing of that name.
+        NotFoundError: the checkpoint does not contain a name.
         InvalidArgumentError: containers, shapes or dtypes differ.
         DataLossError: the JSON object is not one of `serialize`.
     """
@@ -66,18 +67,20 @@ def restore_into(
             )
         try:
             new[name] = back.thing(nodes[name], thing, name)
+        # These errors mean nodes of a wrong form: the JSON is damaged or from another program.
         except (LookupError, TypeError, ValueError, AttributeError, RecursionError) as error:
+            # `InvalidArgumentError` is also a `ValueError`.
             if isinstance(error, errors.OpError):
                 raise
             raise errors.DataLossError(
-                f"restore: not what Saver has written: {type(error).__name__}: {error} "
+                f"restore: damaged contents of a Saver checkpoint: {type(error).__name__}: {error} "
                 f"(name: {name})"
             ) from error
     return new, back.puts
 
 
 class _Restorer:
-    """One way back: `puts` are the changes that it will take."""
+    """One restore: `puts` collects the functions that change objects in place."""
 
     def __init__(
         self, stored: Arrays, comm: cc.Communicator | None, parts: PartialReads, place: int
@@ -89,38 +92,42 @@ class _Restorer:
         self._place = place
 
     def thing(self, node: Any, live: Any, name: str) -> Any:
-        """Give what stands where `live` does, from what the file holds."""
+        """Return the restored object for `live`: itself if changed in place, or a new one."""
         kind = kinds.protocol_of(live)
         if kind is not None:
             self._load(kind, node, live)
             return live
         if live is None:
+            # None is a placeholder, such as for an input that does not exist yet.
             return self.value(node)
         if array_ops.is_array(live) or isinstance(live, Slice):
             return self._array(node, live, name)
+        # Numbers and texts without arrays may change their form freely between save and restore.
         if _is_plain(node) and _is_plain_live(live):
             return self.value(node)
         if isinstance(live, Mapping):
             return self._mapping(node, live, name)
-        parts = kinds.parts_of(live)
+        parts = pytree.children_of(live)
         if parts is None:
             raise _differs(name, type(live).__name__, _describe(node))
+        # A node has one tag. A list that became a plain value is not a node.
         ((tag, nodes),) = node.items() if isinstance(node, dict) else [("plain", [])]
         if tag not in ("list", "tuple") or len(nodes) != len(parts):
             raise _differs(name, f"{type(live).__name__} of {len(parts)}", _describe(node))
-        label = kinds.labels(live)
+        label = pytree.child_labels(live)
         made = [
             self.thing(part, old, f"{name}/{label(index)}")
             for index, (part, old) in enumerate(zip(nodes, parts, strict=True))
         ]
-        return kinds.like(live, made)
+        return pytree.with_children(live, made)
 
     def value(self, node: Any) -> Any:
-        """Give what a node stands for, where nothing says how it should look."""
+        """Return the value of a node when the program has no object to compare with."""
         if not isinstance(node, dict):
             return node
         ((tag, content),) = node.items()
         if tag == "dict":
+            # Keys are nodes as well, because JSON has only texts as keys.
             return {self.value(key): self.value(value) for key, value in content}
         if tag in ("list", "tuple"):
             made = [self.value(part) for part in content]
@@ -139,7 +146,7 @@ class _Restorer:
         made = kinds.from_host(self._name(name), library)
         there = self._parts.of(name)
         part = None if there is None or isinstance(there, Slice) else slice_of(there)
-        # What else belongs to a parameter, such as the number of its updates, is whole.
+        # Other state of a parameter, such as its number of updates, is whole.
         return made if part is None or made.shape != part.array.shape else dtensor_like(there, made)
 
     def _load(self, kind: kinds.StateProtocol, node: Any, live: Any) -> None:
@@ -147,13 +154,15 @@ class _Restorer:
             return
         state = self.value(node)
         if kind.methods[0] == "state_dict":
+            # The file stores a Counter, such as that of MultiStepLR, as a dict.
             state = _with_counters(state, live.state_dict())
+        # Only collected here: `Saver.restore` runs all of them after every rank has compared.
         self.puts.append(lambda: kind.load(live, state, self._comm))
 
     def _of_rank(self, node: Any) -> Any:
-        """Give this rank's node where there is one for each; None if this rank was not there.
+        """Return this rank's node if there is one per rank; None if the save had fewer ranks.
 
-        Such a rank keeps the state that its program gave it.
+        A rank without a node keeps the state of its program.
         """
         if not isinstance(node, dict) or "ranks" not in node:
             return node
@@ -163,15 +172,25 @@ class _Restorer:
     def _mapping(self, node: Any, live: Mapping[Any, Any], name: str) -> Any:
         if not isinstance(node, dict) or "dict" not in node:
             raise _differs(name, "a dict", _describe(node))
+        # Compared without order: dicts of Python and of JAX may list their keys differently.
         nodes = {self.value(key): value for key, value in node["dict"]}
         if nodes.keys() != live.keys():
             raise _differs(name, f"keys {list(live)}", f"keys {list(nodes)}")
         made = {key: self.thing(nodes[key], old, f"{name}/{key}") for key, old in live.items()}
-        return made if isinstance(live, dict) else type(live)(made)  # type: ignore[call-arg]
+        if not isinstance(live, dict):
+            # `FrozenDict` of Flax, for example, is made from a dict.
+            return type(live)(made)  # type: ignore[call-arg]
+        # A copy keeps what a subclass adds, such as the factory of a `defaultdict`.
+        like = copy.copy(live)
+        # Not `update`, which adds the numbers of a `Counter`.
+        for key, value in made.items():
+            like[key] = value
+        return like
 
     def _array(self, node: Any, live: Any, name: str) -> Any:
-        """Give `live`, to be changed in place, or a new array like it."""
+        """Return `live`, to be changed in place, or a new array like it."""
         kind = kinds.key_kind(live)
+        # A rank that the save lacked keeps its key, as it keeps its generators.
         if kind is not None and (node := self._of_rank(node)) is None:
             return live
         if kind is not None or (isinstance(node, dict) and "key" in node):
@@ -183,9 +202,11 @@ class _Restorer:
         array = self._name(node["array"][0])
         part = slice_of(live)
         if part is not None:
+            # The part changes in place, so the slice or distributed tensor itself stays.
             self._array(node, part.array, name)
             return live
         here = (tuple(live.shape), array_ops.dtype_name(live))
+        # By name, because NumPy has no dtype object for PyTorch's dtypes.
         there = (array.shape, array_ops.dtype_name(array))
         if here != there:
             raise _differs(name, "{} of {}".format(*here), "{} of {}".format(*there))
@@ -194,8 +215,10 @@ class _Restorer:
             self.puts.append(lambda: kinds.into_tensor(live, array))
             return live
         if library == "jax":
+            # JAX arrays are immutable, so the result is a new one with the same sharding.
             return kinds.beside(array, live)
         if library == "scalar" or not getattr(getattr(live, "flags", None), "writeable", True):
+            # These cannot change in place.
             return kinds.from_host(array, library)
 
         def put() -> None:
@@ -215,7 +238,7 @@ def _differs(name: str, expected: str, got: str) -> errors.InvalidArgumentError:
 
 
 def _describe(node: Any) -> str:
-    """Say what a node stands for, without its content."""
+    """Return the kind of a node as text, without its content."""
     if not isinstance(node, dict):
         return type(node).__name__
     ((tag, content),) = node.items()
@@ -225,7 +248,7 @@ def _describe(node: Any) -> str:
 
 
 def _is_plain(node: Any) -> bool:
-    """Whether no array stands below this node."""
+    """Return whether the tree below this node has no array."""
     if isinstance(node, list):
         return all(map(_is_plain, node))
     if isinstance(node, dict):
@@ -234,7 +257,7 @@ def _is_plain(node: Any) -> bool:
 
 
 def _is_plain_live(live: Any) -> bool:
-    """Whether there are only numbers and text in it, and containers without names of their own."""
+    """Return whether an object consists of numbers, text and plain dicts, lists and tuples."""
     if type(live) is dict:
         return all(map(_is_plain_live, live.values()))
     if type(live) in (list, tuple):
@@ -242,8 +265,9 @@ def _is_plain_live(live: Any) -> bool:
     return live is None or isinstance(live, (bool, int, float, str, bytes))
 
 
+# A dict would lack `elements`, which `MultiStepLR` calls.
 def _with_counters(state: Any, live: Any) -> Any:
-    """Give a state dict in which there are counters where the thing itself has them."""
+    """Return a state dict with a `Counter` wherever the object's own state dict has one."""
     if not isinstance(state, dict) or not isinstance(live, Mapping):
         return state
     made = {key: _with_counters(value, live.get(key)) for key, value in state.items()}

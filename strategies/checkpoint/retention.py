@@ -1,4 +1,4 @@
-"""Retention policy: which checkpoints are kept."""
+"""Retention policy: which checkpoints to keep."""
 
 from __future__ import annotations
 
@@ -19,16 +19,16 @@ _HOUR = 3600.0  # seconds
 
 @dataclass(frozen=True)
 class RetentionPolicy:
-    """What stays.
+    """Rules for keeping checkpoints.
 
     Attributes:
-        keep: how many that were written last.
-        every_n_hours: of the others, the first, and then the next that is so much later than the
-            last one that stayed by this rule; none if None.
-        best: also the one with the best metric.
+        keep: number of newest checkpoints to keep.
+        every_n_hours: also keep the first of the others, and then each one that is this much later
+            than the last one kept by this rule; None disables the rule.
+        best: also keep the one with the best metric.
 
     Raises:
-        ValueError: hours that are not above 0, or a word that is neither.
+        ValueError: `every_n_hours` is not above 0, or `best` is unknown.
     """
 
     keep: int = 5
@@ -45,9 +45,10 @@ class RetentionPolicy:
 
 
 def to_delete(rules: RetentionPolicy, others: Iterable[Manifest], new: Manifest) -> list[int]:
-    """Return the steps of the checkpoints that need not stay, those written first in front.
+    """Return the steps of the checkpoints to delete, oldest first.
 
-    Never one of a higher step than the new one: that belongs to a run that somebody went back from.
+    Checkpoints of higher steps than the new one are kept: a run that went back to an earlier step
+    does not delete them.
 
     Example:
         >>> def at(step, hours, metric=None):
@@ -58,10 +59,12 @@ def to_delete(rules: RetentionPolicy, others: Iterable[Manifest], new: Manifest)
         >>> to_delete(RetentionPolicy(keep=2, every_n_hours=1, best="max"), old, new)
         [3]
     """
+    # In the order of writing, not of steps or clocks.
     plans = sorted(
         [*(plan for plan in others if plan.step != new.step), new], key=lambda plan: plan.sequence
     )
     older = [plan.step for plan in plans if plan.step < new.step]
+    # The new checkpoint also counts for `keep`; hence the `+ 1` in the slice below.
     stay = {new.step}
     if rules.best is not None and (best := best_of(rules.best, plans)) is not None:
         stay.add(best.step)
@@ -71,8 +74,9 @@ def to_delete(rules: RetentionPolicy, others: Iterable[Manifest], new: Manifest)
 
 
 def best_of(best: Best, plans: Sequence[Manifest]) -> Manifest | None:
-    """Return the one with the best metric, of equal ones that written first; None without any."""
+    """Return the plan with the best metric, of equal ones the oldest; None without a metric."""
     sign = {"min": 1.0, "max": -1.0}[best]
+    # The sequence breaks ties, so that an equal metric later does not displace the kept one.
     scored = [
         (sign * plan.metric, plan.sequence, plan) for plan in plans if plan.metric is not None
     ]
@@ -80,10 +84,11 @@ def best_of(best: Best, plans: Sequence[Manifest]) -> Manifest | None:
 
 
 def _kept_by_time(plans: Sequence[Manifest], seconds: float) -> set[int]:
-    """Return the steps of those that stay by time; the same ones when others have gone.
+    """Return the steps kept by time; deleting other checkpoints does not change the result.
 
-    A clock that goes back takes none of them away.
+    A clock that was set back never removes a kept step.
     """
+    # In the order of writing, from the oldest: a kept checkpoint stays kept in every later call.
     steps, last = set(), float("-inf")
     for plan in plans:
         if plan.written - last >= seconds:

@@ -18,31 +18,31 @@ from strategies.core.process_group import ProcessGroup
 __all__ = ["Saver"]
 
 _THINGS = "things"
-"""Where in the metadata of a checkpoint the JSON of the things stands."""
+"""Key in the metadata of a checkpoint for the JSON of the objects."""
 
 
 class Saver:
-    """Checkpoints of modules, optimizers, schedules, inputs, generators, trees and plain values.
+    """Saves modules, optimizers, schedules, inputs, generators, pytrees and plain values.
 
-    Things are taken as they are. Those with a state of their own give it and get it back: whatever
-    has `state_dict` and `load_state_dict`, variables, `ShardedInput`, generators of NumPy, PyTorch
-    and Python (also the module `random`). Arrays of NumPy and PyTorch get their numbers back in
-    place. What cannot be changed in place, such as arrays of JAX, numbers and text, is handed over
-    at each `save` and read as `saver[name]` after `restore`. Dicts, lists, tuples and containers of
-    JAX may hold any of it. Nothing is pickled, and arrays have readable names in the file.
+    Objects with state are saved and restored by their own methods: `state_dict` and
+    `load_state_dict`, variables, `ShardedInput`, generators of NumPy, PyTorch and Python (also the
+    module `random`). Arrays of NumPy and PyTorch are restored in place. Pass values that cannot
+    change in place, such as arrays of JAX, numbers and text, to each `save`, and read them as
+    `saver[name]` after `restore`. Dicts, lists, tuples and containers of JAX may hold all of these.
+    Nothing is pickled, and arrays have readable names in the file.
 
-    Replicas are equal, so rank 0's things are saved; but of generators, and of random keys of JAX,
-    each rank's where they differ. A rank that was not there keeps what its program gave it. Where
-    the checkpoints are sharded all ranks write, and things may be parts: a `Slice`, distributed
-    tensors of PyTorch (DTensor), modules and optimizers that have such. All methods but
+    Replicas are equal, so rank 0's objects are saved. Generators and random keys of JAX are saved
+    per rank if they differ; a rank that the save lacked keeps the state of its program. If the
+    checkpoints are sharded, all ranks write, and objects may be parts: a `Slice`, distributed
+    tensors of PyTorch (DTensor), modules and optimizers that contain them. All methods but
     `saver[name]` are *collective*.
 
     Args:
-        checkpoints: where to, and among which ranks.
-        things: what to save, by name.
+        checkpoints: manager that stores the checkpoints; its ranks call the methods.
+        things: the objects to save, by name.
 
     Raises:
-        ValueError: nothing to save, or a thing is called "metric".
+        ValueError: there is nothing to save, or an object has the name "metric".
 
     Example:
         >>> import tempfile, numpy as np, strategies
@@ -60,8 +60,8 @@ class Saver:
     def __init__(self, checkpoints: CheckpointManager, /, **things: Any) -> None:
         if not things or "metric" in things:
             raise ValueError(
-                f"Saver: expected things by name, as model=model, and none called metric, which "
-                f"is an argument of save, got {', '.join(things) or 'nothing to save'}"
+                f"Saver: expected objects by name, as model=model, except metric, which is an "
+                f"argument of save, got {', '.join(things) or 'nothing to save'}"
             )
         self._checkpoints = checkpoints
         self._ranks = ProcessGroup(checkpoints.comm)
@@ -69,35 +69,34 @@ class Saver:
 
     @property
     def checkpoints(self) -> CheckpointManager:
-        """Where to, as given."""
+        """The checkpoint manager."""
         return self._checkpoints
 
     def __getitem__(self, name: str) -> Any:
-        """Return a thing: the one that was given last, or restored since."""
+        """Return the object of a name, as last passed to `save` or restored."""
         return self._things[name]
 
     def __contains__(self, name: str) -> bool:
-        """Tell whether there is a thing of this name."""
+        """Return whether there is an object of this name."""
         return name in self._things
 
     def arrays(self) -> Iterator[Any]:
-        """Give the arrays of all things as they are, one after the other."""
+        """Yield the arrays of all objects, without copies."""
         yield from serialization.serialize(self._things, None)[0].values()
 
     def save(self, step: int, /, *, metric: float | None = None, **new: Any) -> Location:
-        """Write a checkpoint of all things as they are now.
+        """Write a checkpoint of the current state of all objects.
 
         Args:
             step: training step, >= 0.
-            metric: how good the model is, for the rule `best` of the checkpoints.
-            new: by their names, those things that are no longer the same objects.
+            metric: quality of the model, for the rule `best` of the manager.
+            new: name -> new object, for names whose object was replaced.
 
         Returns:
             The directory of the checkpoint.
 
         Raises:
-            InvalidArgumentError: a thing has no such name, or cannot be stored; the message says
-                where it is.
+            InvalidArgumentError: a name is unknown, or an object cannot be stored; names its place.
             OpError: as `CheckpointManager.save`; on all ranks.
         """
 
@@ -105,37 +104,40 @@ class Saver:
             unknown = new.keys() - self._things.keys()
             if unknown:
                 raise errors.InvalidArgumentError(
-                    f"save: unknown {', '.join(sorted(unknown))}, expected names that Saver was "
-                    f"given, {', '.join(self._things)}"
+                    f"save: unknown {', '.join(sorted(unknown))}, expected names passed to Saver, "
+                    f"{', '.join(self._things)}"
                 )
             self._things |= new
+            # On all ranks, because comparing their generators is collective.
             found, nodes = serialization.serialize(self._things, self._ranks.comm)
+            # They took part in `serialize`, but need no copies from the device.
             if self._ranks.rank and not self._checkpoints.sharded:
                 return {}, {}  # rank 0 writes
             return {name: kinds.to_host(array) for name, array in found.items()}, nodes
 
+        # A failure on one rank raises on all ranks before the collective save.
         tensors, nodes = self._ranks.run_then_agree("save: collect", collected)
         metadata = {_THINGS: nodes}
         return self._checkpoints.save(tensors, step=step, metadata=metadata, metric=metric)
 
     def restore(self, path: str | os.PathLike[str] | None = None) -> int | None:
-        """Go on from the newest complete checkpoint, if there is one.
+        """Restore the newest complete checkpoint, if there is one.
 
-        What the checkpoint holds of things that this saver was not given is passed over.
+        Contents of the checkpoint without an object of that name are ignored.
 
         Args:
-            path: of another checkpoint, such as `checkpoints.best()`, as rank 0 sees it.
+            path: another checkpoint, such as `checkpoints.best()`, as rank 0 sees it.
 
         Returns:
-            The step of the checkpoint; None where there is none, and nothing has changed.
+            The step of the checkpoint; None without a checkpoint, and nothing has changed.
 
         Raises:
-            NotFoundError: it does not hold one of the things.
-            InvalidArgumentError: containers, shapes or dtypes are not those of the things, or the
-                checkpoint is not one of `Saver`; no thing has changed.
+            NotFoundError: the checkpoint lacks one of the names.
+            InvalidArgumentError: containers, shapes or dtypes differ from those of the objects, or
+                `Saver` did not write the checkpoint; no object has changed.
             OpError: as `CheckpointManager.restore_or_none`.
-            Exception: what a thing's own method answers, such as that of a module with layers of
-                other sizes; things may have changed. All errors are raised on all ranks.
+            Exception: the error of an object's own method, such as that of a module with layers of
+                other sizes; objects may have changed. All errors are raised on all ranks.
         """
         parts = self._ranks.run_then_agree("restore: look", lambda: PartialReads(self._things))
         found = self._checkpoints.restore_or_none(path, slices=parts.box)
@@ -155,7 +157,10 @@ class Saver:
             for put in puts:
                 put()
 
+        # Compare on all ranks before any rank changes an object, so that a mismatch on one rank
+        # leaves all objects untouched.
         new, puts = self._ranks.run_then_agree("restore: compare", compared)
         self._ranks.run_then_agree("restore: change", change)
+        # At last, because an error above must leave the old objects in place.
         self._things |= new
         return found.step

@@ -4,11 +4,11 @@
 
     8 bytes      length of the header, little-endian
     header       JSON: name -> {dtype, shape, data_offsets}, padded with spaces to 8 bytes
-    bytes        one slice after the other, without holes, those of larger elements first
+    bytes        the slices without gaps, those with larger elements first
 
-Checksums are made on the way, while the bytes are in the processor's caches: a file is written
-once and read once. Nothing in a damaged or hostile file decides how much memory is taken: the
-header is compared with the manifest before, and what a tensor needs was checked there.
+Checksums are computed while the bytes are in the processor's caches, so a file is written once and
+read once. A damaged or hostile file cannot decide how much memory is allocated: its header is
+compared with the manifest first, and the manifest's sizes were checked before.
 """
 
 from __future__ import annotations
@@ -36,25 +36,26 @@ from strategies.core import array_ops
 
 __all__ = ["NamedSlice", "Target", "Targets", "as_bytes", "as_slices", "empty", "read", "write"]
 
-# Bytes written, read and added to a checksum at a time: still in the caches of the core when they
-# are added, and few enough calls that a thread in the background seldom asks for Python's lock.
+# Bytes per write, read and checksum call: small enough to be in the core's caches for the checksum,
+# A chunk is also the unit after which `AsyncWriter.throttle` pauses.
+# and large enough that a background thread seldom requests Python's lock.
 _CHUNK = 1 << 20
-# What safetensors takes.
+# Limit of the safetensors library, in bytes.
 _MAX_HEADER = 100_000_000
-# What differs from the rule of `_word`.
+# Exceptions from the rule of `_word`.
 _WORDS = {"bool": "BOOL", "complex64": "C64", "bfloat16": "BF16"}
 
 Array = npt.NDArray[Any]
 
 
 class NamedSlice(NamedTuple):
-    """A slice on its way into a file.
+    """A slice of a tensor to write to a file.
 
     Attributes:
-        name: of the tensor.
-        shape: of the whole tensor.
-        box: which elements.
-        array: these, in C order.
+        name: name of the tensor.
+        shape: shape of the whole tensor.
+        box: box of the slice.
+        array: its elements, in C order.
     """
 
     name: str
@@ -64,25 +65,24 @@ class NamedSlice(NamedTuple):
 
 
 class Target(NamedTuple):
-    """Where some elements of a tensor go when they are read."""
+    """Destination of some elements of a tensor when it is read: the box that `array` holds."""
 
     box: Box
     array: Array
 
 
 Targets = Mapping[tuple[str, Box], Target]
-"""Tensor name and box of a slice -> where its elements go."""
+"""Tensor name and box of a slice -> destination of its elements."""
 
 
 def as_slices(tensors: Mapping[str, npt.ArrayLike | Slice]) -> dict[str, Slice]:
-    """Give the tensors as arrays that a file can hold: C order, native bytes; copied if need be.
+    """Return the tensors as arrays that a file can hold: C order, native bytes; copied if needed.
 
-    Tensors of PyTorch in host memory are taken without their history. What is no slice of a larger
-    array is one that holds all of its own.
+    PyTorch tensors in host memory are detached. A whole array becomes a slice that covers it.
 
     Raises:
-        InvalidArgumentError: a name or dtype that the file format has no room for, or an array
-            that is not in host memory.
+        InvalidArgumentError: the file format does not support a name or dtype, or an array is not
+            in host memory.
     """
     found = {}
     for name, value in tensors.items():
@@ -95,7 +95,7 @@ def as_slices(tensors: Mapping[str, npt.ArrayLike | Slice]) -> dict[str, Slice]:
         try:
             view = array_ops.host(part)
             array = np.asarray(part if view is None else view, order="C")
-        except (TypeError, ValueError, RuntimeError) as error:  # the last: of PyTorch
+        except (TypeError, ValueError, RuntimeError) as error:  # RuntimeError: PyTorch's
             raise errors.InvalidArgumentError(
                 f"save: {error} (tensor: {name}). Copy device arrays to the host first"
             ) from error
@@ -104,6 +104,7 @@ def as_slices(tensors: Mapping[str, npt.ArrayLike | Slice]) -> dict[str, Slice]:
                 f"save: unsupported array, expected at most {MAX_NDIM} dimensions of "
                 f"{', '.join(DTYPES)}, got {array.ndim} of {array.dtype} (tensor: {name})"
             )
+        # Converts foreign byte order to the machine's; no copy otherwise.
         array = array.astype(DTYPES[array.dtype.name], copy=False)
         if isinstance(value, Slice):
             found[name] = Slice(array, value.start, value.shape)
@@ -113,15 +114,16 @@ def as_slices(tensors: Mapping[str, npt.ArrayLike | Slice]) -> dict[str, Slice]:
 
 
 def as_bytes(array: Array) -> npt.NDArray[np.uint8]:
-    """Give the memory of a C-contiguous array of any dtype as one row of bytes."""
+    """Return the memory of a C-contiguous array of any dtype as a 1-D array of bytes."""
+    # `reshape` first: NumPy cannot change the item size of an array of 0 dimensions.
     return array.reshape(-1).view(np.uint8)
 
 
 def empty(name: str, shape: tuple[int, ...], dtype: str) -> Array:
-    """Make an array for a tensor.
+    """Allocate an array for a tensor.
 
     Raises:
-        ResourceExhaustedError: it does not fit in memory.
+        ResourceExhaustedError: the array does not fit in memory.
     """
     try:
         return np.empty(shape, DTYPES[dtype])
@@ -138,26 +140,28 @@ def write(
     pieces: Sequence[NamedSlice],
     rest: Callable[[], object] | None = None,
 ) -> tuple[int, list[tuple[str, SliceEntry]]]:
-    """Write the slices.
+    """Write slices to a file.
 
     Args:
-        put: appends bytes to the file, all of those given.
-        file: its name, for the manifest.
-        pieces: what to write.
+        put: appends all bytes of its argument to the file.
+        file: name of the file, for the manifest.
+        pieces: the slices.
         rest: called after each chunk.
 
     Returns:
-        The length of the file, and of each slice the tensor's name and what the manifest says.
+        The length of the file; and the tensor's name and manifest entry of each slice.
 
     Raises:
         InvalidArgumentError: two slices have the same name in the file.
         OSError: as `put`.
     """
-    ordered = sorted(pieces, key=lambda piece: -piece.array.itemsize)  # so that all are aligned
+    # Larger elements first: each slice is then aligned to its element size without padding.
+    ordered = sorted(pieces, key=lambda piece: -piece.array.itemsize)
     header: dict[str, Any] = {}
     end = 0
     for piece in ordered:
         name = key(piece.name, piece.shape, piece.box)
+        # A sharded tensor may be called "w[0:4]", like the slice of another.
         if name in header:
             raise errors.InvalidArgumentError(
                 f"save: two arrays have the same name in a file, expected one (tensor: {name})"
@@ -169,6 +173,7 @@ def write(
             "data_offsets": [place, end],
         }
     text = json.dumps(header, separators=(",", ":")).encode()
+    # The data after the header must be aligned for all dtypes.
     text += b" " * (-len(text) % 8)
     put(len(text).to_bytes(8, "little") + text)
     add = adder(CHECKSUM)
@@ -177,6 +182,7 @@ def write(
         checksum = 0
         for chunk in _chunks(as_bytes(piece.array)):
             checksum = add(chunk, checksum)
+            # The chunk is in the cache after the checksum, so `put` reads it from there.
             put(chunk.data)
             if rest is not None:
                 rest()
@@ -191,19 +197,19 @@ def read(
     targets: Targets | None,
     algorithm: str,
 ) -> None:
-    """Check that a file holds what the manifest says, and read what is wanted of it, in one pass.
+    """Verify a file against the manifest and read the requested slices, in one pass.
 
     Args:
-        directory: where it is.
-        file: its name.
+        directory: the checkpoint.
+        file: name of the file.
         entries: all tensors of the checkpoint.
-        targets: by name and box of a slice, where its elements go; others are passed over. None
-            checks all of the file, and keeps nothing.
-        algorithm: of the checksums.
+        targets: name and box of a slice -> destination; other slices are skipped. None verifies all
+            slices and stores nothing.
+        algorithm: algorithm of the checksums.
 
     Raises:
         DataLossError: the header is damaged or disagrees with the manifest, or a checksum differs;
-            the message names the tensor. What the targets hold is of no use then.
+            names the tensor. The contents of the targets are then undefined.
     """
     path = directory / file
     expected = {
@@ -219,11 +225,14 @@ def read(
             target = None if targets is None else targets.get((name, one.box))
             if targets is not None and target is None:
                 continue
+            # The rank needs another part of the tensor. Empty slices are verified, as their
+            # checksum costs nothing.
             if target is not None and one.box.size and overlap(one.box, target.box) is None:
                 continue
             source.seek(place)
             found = 0
             for chunk, done in _passes(entry, one.box, target):
+                # The checksum covers the bytes of the file; `done` moves them afterwards.
                 data = as_bytes(chunk)
                 _fill(source, data.data, path)
                 found = add(data, found)
@@ -238,13 +247,14 @@ def read(
 def _passes(
     entry: TensorEntry, box: Box, target: Target | None
 ) -> Iterator[tuple[Array, Callable[[], None]]]:
-    """Yield memory for the next elements of a slice, and what is to be called once they are there.
+    """Yield memory for the next elements of a slice, and a function to call once it is filled.
 
-    It is the target's own where the slice lies in one run there; else a buffer of some rows.
+    The memory is the target's own if the slice is contiguous there, otherwise a small buffer.
     """
     if not box.size:
         return
     dtype = DTYPES[entry.dtype]
+    # The whole slice is wanted: read it without a second copy.
     if target is not None and overlap(box, target.box) == box:
         view = target.array[inside(box, target.box)]
         if view.flags.c_contiguous:
@@ -252,15 +262,18 @@ def _passes(
             return
     lines = box.shape[0] if box.shape else 1
     line = (*box.shape[1:],)
+    # Rows of the slice that fit in a chunk, at least one row.
     many = max(1, min(lines, _CHUNK // (whole(line).size * dtype.itemsize)))
     buffer = empty("a buffer", (many, *line), entry.dtype)
     for first in range(0, lines, many):
         chunk = buffer[: min(many, lines - first)]
+        # The caller uses the lambda before the next round changes `chunk` and `first`.
         yield chunk, lambda: None if target is None else _move(chunk, first, box, target)  # noqa: B023
 
 
 def _move(chunk: Array, first: int, box: Box, target: Target) -> None:
-    """Copy what a target wants of some rows of a slice."""
+    """Copy the elements that the target needs from some rows of a slice."""
+    # An array of 0 dimensions has no first axis.
     if not box.shape:
         target.array[...] = chunk.reshape(())
         return
@@ -283,7 +296,7 @@ _Expected = Mapping[str, tuple[str, TensorEntry, SliceEntry]]
 
 
 def _places(source: Any, size: int, path: Location, expected: _Expected) -> list[tuple[str, int]]:
-    """Give (name, first byte in the file) of the expected slices, in the order of the file."""
+    """Return (name, first byte in the file) of the expected slices, in the order of the header."""
     try:
         described, begin = _header(source, size)
     except (ValueError, TypeError, KeyError, AttributeError, RecursionError) as error:
@@ -298,6 +311,7 @@ def _places(source: Any, size: int, path: Location, expected: _Expected) -> list
                 f"restore: file and manifest disagree, expected {wanted.get(name)}, "
                 f"got {str(there)[:200]} (tensor: {name}, file: {path})"
             )
+    # Each byte belongs to exactly one slice, so that no part of the file is unchecked.
     place = 0
     for name, (_, _, first, end) in sorted(described.items(), key=lambda item: item[1][2:]):
         _, entry, one = expected[name]
@@ -318,17 +332,18 @@ _Described = dict[str, tuple[tuple[int, ...], str, int, int]]
 
 
 def _header(source: Any, size: int) -> tuple[_Described, int]:
-    """Read what a file says of itself; name -> shape, dtype, begin and end; and where bytes begin.
+    """Read the header: name -> shape, dtype, begin and end; and the offset of the first slice.
 
     Raises:
-        ValueError: it makes no sense.
+        ValueError: the header is malformed.
     """
     nbytes = int.from_bytes(source.read(8), "little")
+    # The length is not trusted: compare it with the file before allocating.
     if not 2 <= nbytes <= min(_MAX_HEADER, size - 8):
         raise ValueError(f"header of {nbytes} bytes")
     data = bytearray(nbytes)
     if source.readinto(data) != nbytes:
-        raise ValueError("header is cut")
+        raise ValueError("header is truncated")
     found = json.loads(data)
     if not isinstance(found, dict):
         raise ValueError("header is not an object")
@@ -343,7 +358,7 @@ def _header(source: Any, size: int) -> tuple[_Described, int]:
 
 
 def _fill(source: Any, part: memoryview, path: Location) -> None:
-    """Read until `part` is full; one call gives 2 GiB at most."""
+    """Fill `part` from a file. It loops, because Linux reads at most 2 GiB per call."""
     while part:
         count = source.readinto(part)
         if not count:
@@ -352,12 +367,12 @@ def _fill(source: Any, part: memoryview, path: Location) -> None:
 
 
 def _word(dtype: str) -> str:
-    """Give the word of safetensors for a dtype: "F32" for "float32"."""
+    """Return safetensors' name of a dtype: "F32" for "float32"."""
     return _WORDS.get(dtype) or dtype[0].upper() + dtype.lstrip("abcdefghijklmnopqrstuvwxyz")
 
 
 def _is_text(name: str) -> bool:
-    """Whether the name can be encoded: a str may hold halves of characters."""
+    """Return whether a name can be encoded; a str may contain lone surrogates."""
     try:
         name.encode()
     except UnicodeEncodeError:

@@ -1,8 +1,8 @@
 """Protocols of objects that can be saved.
 
-A thing with a state of its own, such as a module, an optimizer or a generator, gives it and takes
-it back by its own methods (`KINDS`). Arrays belong to a library; containers are those of Python and
-what JAX has been told of.
+Objects with state, such as modules, optimizers and generators, return and restore it by their own
+methods (`KINDS`). Arrays belong to a library. Containers are those of Python and those registered
+with JAX.
 """
 
 from __future__ import annotations
@@ -15,8 +15,8 @@ from typing import Any, NamedTuple
 import numpy as np
 
 import collectives as cc
+from collectives import extend
 from strategies.checkpoint.boxes import Slice
-from strategies.core import pytree
 
 __all__ = [
     "KINDS",
@@ -29,21 +29,19 @@ __all__ = [
     "key_data",
     "key_kind",
     "protocol_of",
-    "labels",
     "library_of",
-    "like",
-    "parts_of",
 ]
 
 
 class StateProtocol(NamedTuple):
-    """How things of one kind give their state, and take it back.
+    """How objects of one kind return and restore their state.
 
     Attributes:
-        methods: which they have, and others have not.
-        state: from the thing and the ranks; *collective*. A structure of arrays and plain values.
-        load: takes the thing, its state and the ranks.
-        of_rank: whether each rank has a state of its own.
+        methods: names of the methods that identify the kind.
+        state: called with the object and the ranks; *collective*. Returns a structure of arrays and
+            plain values.
+        load: called with the object, its state and the ranks.
+        of_rank: whether the state differs between ranks.
     """
 
     methods: tuple[str, ...]
@@ -53,7 +51,7 @@ class StateProtocol(NamedTuple):
 
 
 KINDS = {
-    # Before those with a `state_dict`, which an input may have beside, of its own rank alone.
+    # Before `state_dict`, because an input may also have one, which covers its own rank only.
     "input": StateProtocol(
         ("state", "load_state"),
         lambda thing, comm: thing.state(comm),
@@ -77,7 +75,7 @@ KINDS = {
     "variable on a task": StateProtocol(
         ("read", "assign", "scatter_add"),
         lambda thing, comm: thing.read().value,
-        # One variable for all ranks, which wait for each other after this.
+        # All ranks share the variable, so rank 0 assigns it. The ranks synchronize afterwards.
         lambda thing, state, comm: thing.assign(state) if not comm or comm.rank == 0 else None,
     ),
     "generator of NumPy": StateProtocol(
@@ -102,14 +100,15 @@ KINDS = {
 
 
 def _words_of(generator: Any) -> Any:
-    """Give the state of a generator of Python, its 625 words as one array."""
+    """Return the state of a Python generator, with its 625 words as one array."""
     version, words, gauss = generator.getstate()
     return version, np.array(words, np.uint32), gauss
 
 
 def protocol_of(thing: Any) -> StateProtocol | None:
-    """Say of which kind a thing is; None where it has no state of its own."""
-    # Of the class: to ask a variable for its value may be a collective operation.
+    """Return the protocol of an object; None if it has no state of its own."""
+    # Look at the class, because `value` of a variable may be a collective operation.
+    # The module `random` is a generator itself.
     owner = thing if isinstance(thing, ModuleType) else type(thing)
     return next(
         (kind for kind in KINDS.values() if all(hasattr(owner, name) for name in kind.methods)),
@@ -118,19 +117,21 @@ def protocol_of(thing: Any) -> StateProtocol | None:
 
 
 def to_host(array: Any) -> Any:
-    """Give an array in host memory: the same one where it is there already."""
+    """Return an array in host memory, the same object if it is there already."""
     if isinstance(array, Slice):
         return Slice(to_host(array.array), array.start, array.shape)
+    # By `sys.modules`: a program without PyTorch must not import it for a check.
     torch = sys.modules.get("torch")
     if torch is not None and isinstance(array, torch.Tensor):
         return array.detach().cpu()
+    # CuPy: other arrays with this interface have no `get`.
     if hasattr(array, "__cuda_array_interface__") and hasattr(array, "get"):
         return array.get()
     return array
 
 
 def library_of(array: Any) -> str:
-    """Say what makes an array like this one from one of NumPy."""
+    """Return the library that `from_host` needs to make an array like this one."""
     torch, jax = sys.modules.get("torch"), sys.modules.get("jax")
     if torch is not None and isinstance(array, torch.Tensor):
         return "torch"
@@ -140,10 +141,11 @@ def library_of(array: Any) -> str:
 
 
 def from_host(array: Any, library: str) -> Any:
-    """Give an array of a library, in host memory or where JAX puts it."""
+    """Return a NumPy array as an array of a library, in host memory or on JAX's default device."""
     if library == "torch":
         import torch
 
+        # Not `torch.from_numpy`, which shares the caller's memory and lacks bfloat16.
         made = torch.empty(array.shape, dtype=getattr(torch, array.dtype.name))
         into_tensor(made, array)
         return made
@@ -157,63 +159,34 @@ def from_host(array: Any, library: str) -> Any:
 
 
 def beside(array: Any, live: Any) -> Any:
-    """Give an array of NumPy as one of JAX, on the devices of another."""
+    """Return a NumPy array as an array of JAX, with the sharding of `live`."""
     return sys.modules["jax"].device_put(array, live.sharding)
 
 
 def into_tensor(tensor: Any, array: Any) -> None:
-    """Copy an array of NumPy into a tensor of PyTorch, on whatever device."""
-    torch = sys.modules["torch"]
-    if array.dtype.name == "bfloat16":  # which PyTorch does not take from NumPy
-        source = torch.from_numpy(array.view(np.int16)).view(torch.bfloat16)
-    else:
-        source = torch.from_numpy(array)
-    with torch.no_grad():
-        tensor.copy_(source)
+    """Copy a NumPy array into a PyTorch tensor on any device."""
+    with sys.modules["torch"].no_grad():
+        tensor.copy_(extend.as_tensor(array))
 
 
 def key_kind(array: Any) -> str | None:
-    """Say how a random key of JAX is used; None for arrays of numbers."""
+    """Return the implementation of a random key of JAX; None for other arrays."""
     jax = sys.modules.get("jax")
     if jax is None or not isinstance(array, jax.Array):
         return None
+    # A key of the old style is a plain uint32 array, and is stored as one.
     if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         return None
     return str(jax.random.key_impl(array))
 
 
 def key_data(key: Any) -> Any:
-    """Give the numbers of a random key of JAX."""
+    """Return the numbers of a random key of JAX."""
     return sys.modules["jax"].random.key_data(key)
 
 
 def as_key(data: Any, kind: str) -> Any:
-    """Make a random key of JAX of its numbers."""
+    """Return a random key of JAX with these numbers."""
     import jax
 
     return jax.random.wrap_key_data(jax.numpy.asarray(data), impl=kind)
-
-
-def parts_of(thing: Any) -> list[Any] | None:
-    """Give the parts of a list, a tuple, or a container that only JAX knows; None for others."""
-    if isinstance(thing, (list, tuple)):
-        return list(thing)
-    parts = None if thing is None else pytree.flatten_registered(thing)
-    return None if parts is None else parts[0]
-
-
-def labels(container: Any) -> Callable[[int], Any]:
-    """Say what the parts of a container are called: the fields of a named tuple, else numbers."""
-    fields = getattr(container, "_fields", None)
-    return (lambda index: index) if fields is None else (lambda index: fields[index])
-
-
-def like(container: Any, parts: list[Any]) -> Any:
-    """Give a container of the same kind with other parts."""
-    if hasattr(container, "_fields"):
-        return type(container)(*parts)
-    if isinstance(container, (list, tuple)):
-        return type(container)(parts)
-    registered = pytree.flatten_registered(container)
-    assert registered is not None
-    return sys.modules["jax"].tree_util.tree_unflatten(registered[1], parts)

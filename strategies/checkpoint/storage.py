@@ -1,7 +1,7 @@
 """Checkpoint storage: a local directory or a URL.
 
-A `StorageUrl` has what of `Path` is needed here. Files behind it are reached by fsspec: `s3://`, `gs://`,
-`memory://` and so on. `file://` is a directory as any other.
+`StorageUrl` has the subset of `Path` that checkpoints need. fsspec provides access: `s3://`,
+`gs://`, `memory://` and so on. `file://` URLs are local directories.
 """
 
 from __future__ import annotations
@@ -33,9 +33,9 @@ class StorageUrl:
     """A directory or file behind a URL.
 
     Args:
-        files: the file system of fsspec.
-        path: in it.
-        protocol: what stands before "://".
+        files: file system of fsspec.
+        path: path in it.
+        protocol: scheme of the URL, before "://".
     """
 
     def __init__(self, files: Any, path: str, protocol: str) -> None:
@@ -47,9 +47,11 @@ class StorageUrl:
         return StorageUrl(self.files, f"{self.path}/{name}", self.protocol)
 
     def __str__(self) -> str:
-        # A file system has several names, and gives the first.
+        # A file system of fsspec may have several schemes and would use its first one.
+        # The caller's scheme instead, so that the text leads back to the same place.
         return f"{self.protocol}://{self.files.unstrip_protocol(self.path).partition('://')[2]}"
 
+    # Lets `os.fspath` accept a location where users pass paths.
     __fspath__ = __str__
 
     def __repr__(self) -> str:
@@ -61,6 +63,8 @@ class StorageUrl:
     def __hash__(self) -> int:
         return hash(str(self))
 
+    # Pickled as its text: a file system of fsspec holds connections and locks. Rank 0 sends
+    # locations to other ranks.
     def __reduce__(self) -> Any:
         return resolve, (str(self),)
 
@@ -71,20 +75,19 @@ class StorageUrl:
 
     @property
     def parent(self) -> StorageUrl:
-        """The directory that it is in."""
+        """The parent directory."""
         return StorageUrl(self.files, self.path.rpartition("/")[0], self.protocol)
 
 
 Location: TypeAlias = Path | StorageUrl
-os.PathLike.register(StorageUrl)
 
 
 def resolve(place: str | os.PathLike[str]) -> Location:
-    """Return where a path or a URL leads.
+    """Return the location of a path or URL.
 
     Raises:
-        ImportError: a URL, and fsspec or what it needs for this one is not installed.
-        InvalidArgumentError: fsspec does not know such URLs.
+        ImportError: a URL, and fsspec or its package for this scheme is not installed.
+        InvalidArgumentError: fsspec does not support the scheme.
     """
     text = os.fspath(place)
     if isinstance(place, (Path, StorageUrl)):
@@ -106,9 +109,11 @@ def explained(operation: str, place: Location) -> Iterator[None]:
     try:
         with atomic_io.translate_errors(operation, place):
             yield
+    # Errors of this library, of arguments and of memory have no connection to the storage.
     except (errors.OpError, ValueError, TypeError, MemoryError):
         raise
     except Exception as error:
+        # A bug in this package must not look like an unavailable storage.
         if isinstance(place, Path):
             raise
         raise errors.UnavailableError(
@@ -117,44 +122,51 @@ def explained(operation: str, place: Location) -> Iterator[None]:
 
 
 def exists(place: Location) -> bool:
-    """Whether there is something of that name."""
+    """Return whether a file or directory exists."""
     return place.exists() if isinstance(place, Path) else bool(place.files.exists(place.path))
 
 
 def folders(root: Location) -> list[Location]:
-    """Return the directories in a directory, sorted; links are not followed.
+    """Return the subdirectories of a directory, sorted; links are not followed.
 
     Raises:
-        OSError: it cannot be read.
+        OSError: the directory cannot be read.
     """
     if isinstance(root, Path):
         return [path for path in sorted(root.iterdir()) if not path.is_symlink() and path.is_dir()]
+    # fsspec caches listings, and other processes write here.
     root.files.invalidate_cache(root.path)
     found = root.files.ls(root.path, detail=True)
     names = [entry["name"] for entry in found if entry["type"] == "directory"]
+    # fsspec returns full paths, some file systems with a slash at the end.
     return [root / name.rstrip("/").rpartition("/")[2] for name in sorted(names)]
 
 
 def length(directory: Location, name: str) -> int:
-    """Return the bytes in a regular file of a directory, never of one outside.
+    """Return the length in bytes of a regular file inside a directory.
 
     Raises:
-        NotFoundError: it does not exist.
-        DataLossError: it leads out of the directory by a link, or is not a regular file.
+        NotFoundError: the file does not exist.
+        DataLossError: the file is a link out of the directory, or not a regular file.
     """
     path = directory / name
     with explained("restore", path):
         if isinstance(path, StorageUrl):
+            # A cached listing may be older than a file that another rank has written.
             path.files.invalidate_cache(path.parent.path)
+            # One request for type and size, as each request to an object store takes milliseconds.
             facts = path.files.info(path.path)
             regular, nbytes = facts["type"] == "file", int(facts["size"])
         else:
             try:
+                # A link could lead to any file that this process can read.
                 real = path.resolve(strict=True)
-            except RuntimeError as error:  # a circle of links, before Python 3.13
+            except RuntimeError as error:  # a cycle of links, before Python 3.13
                 raise errors.DataLossError(f"restore: {error} (file: {path})") from error
             found = real.stat()
+            # `resolve` has followed all links: one to a file inside the checkpoint is accepted.
             within = real.is_relative_to(path.parent.resolve())
+            # A FIFO or device would block or never end, so only regular files are read.
             regular, nbytes = within and stat.S_ISREG(found.st_mode), found.st_size
     if not regular:
         raise errors.DataLossError(
@@ -166,8 +178,9 @@ def length(directory: Location, name: str) -> int:
 
 @contextlib.contextmanager
 def opened(path: Location) -> Iterator[Any]:
-    """Open a file for reading from any place of it, without a buffer where it is local."""
+    """Open a file for reading with random access, unbuffered if it is local."""
     with explained("restore", path):
+        # Unbuffered, because `shards` reads large chunks directly into arrays.
         file = (
             path.open("rb", buffering=0) if isinstance(path, Path) else path.files.open(path.path)
         )

@@ -1,19 +1,18 @@
 """Transaction of one checkpoint: committed completely or not at all.
 
-In a directory it is written beside its place, fsynced, and gets its name by one rename::
+In a directory, the files are written under a temporary name, fsynced, and renamed at once::
 
     run/.tmp-step-000120/rank-00003.safetensors, manifest.json     then     run/step-000120
 
-Where the step exists already, the old directory steps aside as `.old-step-000120`, is found under
-that name should the process die just then, and is deleted last.
+If the step exists already, the old directory is first renamed to `.old-step-000120`. If the process
+dies in between, the old checkpoint is found under that name. It is deleted last.
 
-Behind a URL nothing can be renamed, and the manifest decides, which is written last, in one piece::
+URLs have no rename. There the manifest decides: it is written last, in one piece::
 
     url/step-000120/rank-00003-5f1c0ae27d90.safetensors            then     .../manifest.json
 
-Files of each save have names of their own, so that where a step is saved again the old manifest
-holds until the new one takes its place. What a save that died has left is deleted by the next one
-of the same step.
+The files of each save have unique names. If a step is saved again, the old manifest stays valid
+until the new one replaces it. The next save of the same step deletes the files of a save that died.
 """
 
 from __future__ import annotations
@@ -38,8 +37,9 @@ from strategies.core import atomic_io
 __all__ = ["CheckpointTransaction", "begin", "locked", "new_file"]
 
 _log = logging.getLogger(__name__)
-# Half-written. Exactly our own names: the directory may hold other people's files.
+# Incomplete saves. Only exact names of this module match: the directory may hold foreign files.
 _LEFTOVERS = re.compile(r"\.tmp-(?:latest|step-\d{6,15})")
+# Only files of URLs have the 12 hexadecimal digits of a save's suffix.
 _SHARD = re.compile(r"[a-z]+-\d{5,}-[0-9a-f]{12}\.safetensors")
 # The files of a checkpoint: a directory with any other file is never deleted.
 _CHECKPOINT_FILES = re.compile(
@@ -48,13 +48,13 @@ _CHECKPOINT_FILES = re.compile(
 
 
 class CheckpointTransaction(ABC):
-    """A checkpoint that has been begun; `commit` or `abandon` ends it.
+    """A checkpoint in progress; `commit` or `abandon` ends it.
 
     Attributes:
-        part: where its files are written.
-        suffix: of their names, before ".safetensors".
-        final: where the checkpoint will be.
-        sequence: its place in the order of writing.
+        part: directory to write the files to.
+        suffix: suffix of their names, before ".safetensors".
+        final: directory of the complete checkpoint.
+        sequence: its number in the order of writing.
     """
 
     def __init__(self, root: Location, step: int, part: Location, suffix: str) -> None:
@@ -62,27 +62,30 @@ class CheckpointTransaction(ABC):
         self.final = root / checkpoint_listing.name_of(step)
         self.part = part
         self.suffix = suffix
+        # Listed once: `prune` uses the same list, and never deletes the files of another job.
         self.others = checkpoint_listing.complete(root)
+        # Counted from all complete checkpoints, so that a return to an earlier step is newest.
         self.sequence = 1 + max((plan.sequence for _, plan in self.others), default=0)
         if self.sequence >= manifest.MAX_SEQUENCE:
             raise errors.FailedPreconditionError(
-                f"save: a checkpoint here takes the last place in the order of writing, expected "
-                f"room for a later one (directory: {root}). Save to another directory"
+                f"save: a checkpoint here has the highest sequence number, expected a lower one "
+                f"(directory: {root}). Save to another directory"
             )
 
     @abstractmethod
     def commit(self, plan: Manifest) -> None:
-        """Write the manifest, which completes the checkpoint; all files are there."""
+        """Complete the checkpoint by its manifest, after all files are written."""
 
     @abstractmethod
     def abandon(self) -> None:
-        """Remove what has been written, as far as that is possible."""
+        """Remove the written files as far as possible."""
 
     def prune(self, rules: RetentionPolicy, plan: Manifest) -> None:
-        """Delete what need not stay now that this one is there; what cannot be done is logged."""
+        """Delete checkpoints by the retention policy; failures are logged."""
         paths = {other.step: path for path, other in self.others}
         gone = retention.to_delete(rules, [other for _, other in self.others], plan)
         try:
+            # A failure must not fail the save, because the new checkpoint is complete.
             with explained("save", self.root):
                 self._delete([paths[step] for step in gone])
         except errors.OpError as error:
@@ -90,14 +93,14 @@ class CheckpointTransaction(ABC):
 
     @abstractmethod
     def _delete(self, paths: Sequence[Any]) -> None:
-        """Delete checkpoints, so that none is ever found half-deleted, and leftovers."""
+        """Delete checkpoints and leftovers; a crash must not leave one that looks complete."""
 
 
 def locked(root: Location) -> atomic_io.DirectoryLock | contextlib.nullcontext[None]:
-    """Take the right to write in a directory; behind a URL `commit` finds out about others.
+    """Lock a directory for writing; for a URL, `commit` detects other writers.
 
     Raises:
-        FailedPreconditionError: somebody else has it.
+        FailedPreconditionError: another process holds the lock.
     """
     return (
         contextlib.nullcontext() if isinstance(root, StorageUrl) else atomic_io.DirectoryLock(root)
@@ -105,14 +108,14 @@ def locked(root: Location) -> atomic_io.DirectoryLock | contextlib.nullcontext[N
 
 
 def begin(root: Location, step: int) -> CheckpointTransaction:
-    """Begin to write; the caller holds the right to write in the directory."""
+    """Begin a checkpoint; the caller holds the directory's lock."""
     with explained("save", root / checkpoint_listing.name_of(step)):
         return _BehindUrl(root, step) if isinstance(root, StorageUrl) else _InDirectory(root, step)
 
 
 @contextlib.contextmanager
 def new_file(path: Location) -> Iterator[Callable[[Any], object]]:
-    """Create a file; yields what appends bytes to it. In the end it is safely stored."""
+    """Create a file; yield a function that appends bytes. The file is durable after the block."""
     if isinstance(path, Path):
         with atomic_io.new_file(path) as put:
             yield put
@@ -121,6 +124,7 @@ def new_file(path: Location) -> Iterator[Callable[[Any], object]]:
         try:
             yield file.write
         except BaseException:
+            # Closing an fsspec file publishes it, so discard a partial one first.
             file.discard() if hasattr(file, "discard") else None
             raise
 
@@ -131,37 +135,47 @@ class _InDirectory(CheckpointTransaction):
     part: Path
 
     def __init__(self, root: Path, step: int) -> None:
+        # The caller holds the lock, so every leftover is from a save that died.
         _recover(root)
         super().__init__(root, step, root / f".tmp-{checkpoint_listing.name_of(step)}", "")
+        # Without `exist_ok`: a directory that `_recover` has not removed holds foreign files.
         self.part.mkdir()
 
     def commit(self, plan: Manifest) -> None:
         pointer = self.root / ".tmp-latest"
         atomic_io.write_file(self.part / manifest.NAME, plan.encode())
+        # All entries must be durable before the rename publishes them.
         atomic_io.sync(self.part)
-        # The pointer is written before the checkpoint gets its name, because a disk may fill up
-        # here but not in a rename.
+        # Write the pointer before the checkpoint gets its name: the disk may fill up here, but not
+        # in a rename.
         atomic_io.write_file(pointer, f"{self.final.name}\n".encode())
+        # A rename cannot replace a directory that has files.
         if os.path.lexists(self.final):
             atomic_io.rename(self.final, self.root / f".old-{self.final.name}")
         atomic_io.rename(self.part, self.final)
-        atomic_io.rename(pointer, self.root / "latest")
+        # Last: a crash before it leaves the pointer at an older checkpoint. Readers do not use it.
+        atomic_io.rename(pointer, self.root / checkpoint_listing.LATEST)
 
     def abandon(self) -> None:
+        # The save's own error matters more, and the next save cleans up as well.
         with contextlib.suppress(OSError):
             _recover(self.root)
 
     def _delete(self, paths: Sequence[Path]) -> None:
+        # First, because an `.old-` directory of a deleted step would be renamed back later.
         _recover(self.root)
         for path in paths:
             if _may_delete(path):
+                # Rename first: a crash in the middle of `remove` then leaves a `.tmp-` directory,
+                # which no reader takes for a checkpoint.
                 trash = self.root / f".tmp-{path.name}"
                 atomic_io.rename(path, trash)
                 atomic_io.remove(trash)
 
 
 def _recover(root: Path) -> None:
-    """Undo or finish what a save that died left behind."""
+    """Undo or finish the renames of a save that died, and remove its files."""
+    # Listed first, because the loop renames and removes entries.
     for path in sorted(root.iterdir()):
         if _LEFTOVERS.fullmatch(path.name):
             if _may_delete(path):
@@ -170,6 +184,7 @@ def _recover(root: Path) -> None:
             path.name
         ):
             final = root / path.name.removeprefix(".old-")
+            # If the save died between its renames, the old checkpoint is still the valid one.
             if not os.path.lexists(final):
                 atomic_io.rename(path, final)
             elif _may_delete(path):
@@ -177,7 +192,8 @@ def _recover(root: Path) -> None:
 
 
 def _may_delete(path: Path) -> bool:
-    """Return False for a directory with files that no save has written, and warn of them."""
+    """Return False and warn if a directory contains files that no save has written."""
+    # A file or a link is one of this module's names; `remove` deletes the link, not its target.
     if path.is_symlink() or not path.is_dir():
         return True
     return _has_only_checkpoint_files(
@@ -202,22 +218,30 @@ class _BehindUrl(CheckpointTransaction):
     def __init__(self, root: StorageUrl, step: int) -> None:
         root.files.makedirs(root.path, exist_ok=True)
         place = root / checkpoint_listing.name_of(step)
+        # A random suffix: a repeated save must not overwrite files of the valid manifest.
         super().__init__(root, step, place, f"-{secrets.token_hex(6)}")
         place.files.makedirs(place.path, exist_ok=True)
 
     def commit(self, plan: Manifest) -> None:
+        # Without a lock, a sequence number written since `begin` reveals another writer.
         newest = max((p.sequence for _, p in checkpoint_listing.complete(self.root)), default=0)
         if newest >= self.sequence:
             raise errors.FailedPreconditionError(
-                f"save: another writer uses this directory, expected one at a time, got a "
-                f"checkpoint that was written meanwhile (directory: {self.root}). Give each job a "
-                f"directory of its own"
+                f"save: another writer uses this directory, expected one at a time, got a new "
+                f"checkpoint of another writer (directory: {self.root}). Give each job its own "
+                f"directory"
             )
+        # One put of an object is atomic in object stores: readers see the old or the new manifest.
         self.root.files.pipe_file((self.final / manifest.NAME).path, plan.encode())
-        self.root.files.pipe_file((self.root / "latest").path, f"{self.final.name}\n".encode())
+        # For people only: readers find the newest checkpoint by sequence numbers.
+        self.root.files.pipe_file(
+            (self.root / checkpoint_listing.LATEST).path, f"{self.final.name}\n".encode()
+        )
+        # Only now, because the old manifest needed these files until it was replaced.
         self._sweep(set(plan.files))
 
     def abandon(self) -> None:
+        # The save's own error matters more. Unique names do not disturb a later save.
         with contextlib.suppress(Exception):
             mine = [
                 name
@@ -227,7 +251,7 @@ class _BehindUrl(CheckpointTransaction):
             self._remove(self.final, mine)
 
     def _sweep(self, keep: set[str]) -> None:
-        """Remove files of earlier saves of this step."""
+        """Remove the files of earlier saves of this step."""
         try:
             gone = [n for n in _names_in(self.final) if _SHARD.fullmatch(n) and n not in keep]
             self._remove(self.final, gone)
@@ -241,11 +265,13 @@ class _BehindUrl(CheckpointTransaction):
     def _delete(self, paths: Sequence[StorageUrl]) -> None:
         for path in paths:
             if _has_only_checkpoint_files(path, _names_in(path)):
-                path.files.rm_file((path / manifest.NAME).path)  # from here on it is none
+                # Without its manifest the directory does not count, however far `rm` gets.
+                path.files.rm_file((path / manifest.NAME).path)
                 path.files.rm(path.path, recursive=True)
 
 
 def _names_in(place: StorageUrl) -> list[str]:
+    # A cached listing would lack files of other ranks.
     place.files.invalidate_cache(place.path)
     found = place.files.ls(place.path, detail=False)
     return [name.rstrip("/").rpartition("/")[2] for name in found]

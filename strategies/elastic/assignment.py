@@ -1,4 +1,4 @@
-"""Assignment of ranks to training and reserve after a failure, as pure integers.
+"""Assignment of ranks to training and reserve after a failure, as a pure function of integers.
 
 ::
 
@@ -7,11 +7,11 @@
     rank 1 dies
     place        0    x    2    3    1    -        rank 4 trains in the place of rank 1
     ranks 0 and 4 die
-    place        x    x    2    3    x    0        no spare is left: three go on
+    place        x    x    2    3    x    0        no spare rank remains: three continue
 
-A *place* is the number of a rank among those that train. Whoever takes one goes on with its
-generators and its rows, so that nothing changes for the other places. Ranks train in the order of
-their places.
+A *place* is the number of a rank among the training ranks. A rank that takes over a place also
+takes over its generators and its rows, so nothing changes for the other places. Ranks train in the
+order of their places.
 """
 
 from __future__ import annotations
@@ -23,15 +23,15 @@ __all__ = ["RoleAssignment", "RankReport", "assign_roles"]
 
 
 class RankReport(NamedTuple):
-    """What a rank says of itself when those that live have met.
+    """The report of a surviving rank after a failure.
 
     Attributes:
-        number: of the last commit that it is sure of; -1 if it has none, as spare ranks.
-        places: its place among how many, by the numbers of the commits that it has a copy of.
-        is_through: whether training has ended, and this rank knows that.
-        status: with which it is about to leave the program; None if it is not.
-        has_stopped: whether it has stopped because the batch system has asked for it.
-        has_begun: whether all had the first commit, so that some may have trained.
+        number: its last complete commit; -1 if it has none, like spare ranks.
+        places: number of each commit that it has a copy of -> (its place, number of places).
+        is_through: whether it knows that training has ended.
+        status: exit status that it is about to exit with; None if it is not exiting.
+        has_stopped: whether it has stopped because the batch system asked it to.
+        has_begun: whether all ranks had the first commit, so that some may have trained.
     """
 
     number: int
@@ -43,11 +43,11 @@ class RankReport(NamedTuple):
 
 
 class RoleAssignment(NamedTuple):
-    """Who trains.
+    """The ranks that train.
 
     Attributes:
-        ranks: those that train, in the order of their places.
-        admitted: of those among them that have no commit: in which place they are.
+        ranks: training ranks in the order of their places.
+        admitted: training rank without a commit -> its place.
     """
 
     ranks: list[int]
@@ -55,14 +55,14 @@ class RoleAssignment(NamedTuple):
 
 
 def assign_roles(reports: Sequence[RankReport], most: int) -> RoleAssignment | None:
-    """Say who trains, from the newest commit that a rank is sure of.
+    """Return the ranks that train, from the newest commit that is complete on any rank.
 
     Args:
-        reports: of all that live.
-        most: how many may train.
+        reports: reports of all surviving ranks.
+        most: maximum number of training ranks.
 
     Returns:
-        None if no rank has a commit.
+        The assignment; None if no rank has a commit.
 
     Example:
         >>> has, spare = {7: (0, 2)}, RankReport(-1, {})
@@ -71,15 +71,19 @@ def assign_roles(reports: Sequence[RankReport], most: int) -> RoleAssignment | N
     """
     newest = max(report.number for report in reports)
     if newest < 0:
+        # Only spare ranks survive, or no rank has completed a commit.
         return None
-    # Who has a copy of that commit need not be sure of it.
+    # A rank may have a copy of the newest commit without knowing that it is complete.
     taken = {
         rank: report.places[newest][0]
         for rank, report in enumerate(reports)
         if newest in report.places
     }
+    # If more ranks have the commit than may train, those with the lowest places train.
     kept = sorted(taken, key=taken.__getitem__)[:most]
+    # Dead ranks may have had any place below this, also from before an earlier shrink.
     size = max(size for report in reports for _, size in report.places.values())
+    # Lowest first: places of dead ranks are filled before new ones.
     free = [place for place in range(size + most) if place not in taken.values()]
     spares = [rank for rank in range(len(reports)) if rank not in taken]
     admitted = dict(zip(spares[: most - len(kept)], free, strict=False))

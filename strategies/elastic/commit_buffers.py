@@ -2,9 +2,9 @@
 
 ::
 
-    rank 0   commit 6   7 made   7 kept     knows that all have made theirs
-    rank 1   commit 6   7 made              has two, and goes on from 7 if rank 0 lives to say so
-    rank 2   (in reserve)        7          is given one, with the place of a dead rank
+    rank 0   commit 6   7 copied   7 kept   knows that all ranks have copied 7
+    rank 1   commit 6   7 copied            has both; uses 7 if rank 0 survives to report it
+    rank 2   (spare)               7        receives 7, with the place of a dead rank
 """
 
 from __future__ import annotations
@@ -20,15 +20,15 @@ __all__ = ["NOTHING", "DoubleBuffer", "Commit"]
 
 
 class Commit(NamedTuple):
-    """Things as they were.
+    """A copy of the objects at one time.
 
     Attributes:
-        number: of the commit; -1 if it is not whole.
-        nodes: all but the numbers in arrays, as `serialization.serialize` gives it.
-        tensors: copies of the arrays, by name; contiguous, in host memory.
-        inputs: positions of all ranks, by name.
-        place: this rank's number then, or that of the rank in whose place it is.
-        size: how many ranks there were.
+        number: number of the commit; -1 if it is incomplete.
+        nodes: everything but the array elements, from `serialization.serialize`.
+        tensors: name -> copy of an array; contiguous, in host memory.
+        inputs: name -> positions of all ranks.
+        place: place of this rank, or of the rank that it replaces.
+        size: number of training ranks.
     """
 
     number: int
@@ -43,48 +43,54 @@ NOTHING = Commit(-1, {}, {}, {})
 
 
 class DoubleBuffer:
-    """Two copies, whose memory is used in turns.
+    """Two copies, written alternately.
+
+    A rank may die while some ranks have completed a commit and others have not. Keeping the
+    previous copy lets all surviving ranks return to a commit that all of them have.
 
     Attributes:
-        kept: the last one that all ranks have.
-        next: the one after it, or the one before it, which may be written over.
+        kept: the last copy that all ranks have.
+        next: the copy before it, or one in progress; the next commit overwrites it.
     """
 
     def __init__(self) -> None:
         self.kept, self.next = NOTHING, NOTHING
 
     def places(self) -> dict[int, tuple[int, int]]:
-        """Return this rank's place among how many, by the numbers of the commits that it has."""
+        """Return number of each commit here -> (this rank's place, number of places)."""
         copies = [copy for copy in (self.kept, self.next) if copy.number >= 0]
         return {copy.number: (copy.place, copy.size) for copy in copies}
 
     def swap(self) -> None:
-        """Keep the next one."""
+        """Keep the copy in `next`."""
+        # Exchanged, so that the next commit reuses the memory of the older copy.
         self.kept, self.next = self.next, self.kept
 
     def rollback(self, number: int) -> None:
-        """Keep the commit of this number; of the other copy there is only memory."""
+        """Keep the commit of this number; the other copy only keeps its memory."""
         if self.next.number == number:
             self.swap()
         self.next = self.next._replace(number=-1)
 
     def send_to(self, comm: cc.Communicator, places: Mapping[int, int]) -> None:
-        """Give ranks the kept copy that have none; *collective*.
+        """Send the kept copy to ranks without one; *collective*.
 
         Args:
-            comm: the ranks; those that have a copy have the same one.
-            places: of those that have none: in whose place they are.
+            comm: the ranks; all existing copies are of the same commit.
+            places: rank without a copy -> the place that it takes over.
         """
+        # All copies have the same bits, so any rank with one may send it.
         giver = min(set(range(comm.size)) - places.keys())
+        # Shapes and dtypes first: a receiver then allocates, and receives in place.
         facts = [(name, array.shape, array.dtype) for name, array in self.kept.tensors.items()]
         copy, facts = comm.broadcast_object((self.kept._replace(tensors={}), facts), giver)
         tensors = self.kept.tensors
         if comm.rank in places:
             tensors = {name: np.empty(shape, dtype) for name, shape, dtype in facts}
             copy = copy._replace(tensors=tensors, place=places[comm.rank])
-            self.kept = copy._replace(number=-1)  # until it is whole
+            self.kept = copy._replace(number=-1)  # invalid until all arrays have arrived
         for array in tensors.values():
-            # As bytes: 16-bit floats of other libraries, too. All others have these bits already.
+            # As bytes, which works for any dtype. Other ranks receive the bits they already have.
             flat = array.reshape(-1).view(np.uint8)
             comm.broadcast(flat, giver, out=flat)
         if comm.rank in places:

@@ -1,33 +1,35 @@
 """Event log of an elastic job: one line of JSON per event.
 
-Where `UNISONO_EVENTS` names a directory, rank 3 writes to `rank-3.jsonl` there, by its number at
-the start of the program; a program that starts again adds to it::
+If `UNISONO_EVENTS` names a directory, rank 3 writes to `rank-3.jsonl` in it. The number is the rank
+at the start of the program, 0 before `init`. A program that is started again appends to the file::
 
     {"event": "fault", "time": 1763942405.317, "rank": 3, "step": 12, "kind": "kill"}
     {"event": "recovered", "time": 1763942405.612, "rank": 2, "size": 3, "commit": 11, ...}
 
-A line is written at once and whole: it is there also if the process is killed right after.
+Each line is written by one system call, so it is complete even if the process is killed next. If a
+file cannot be written, such as on a full disk, the rank logs one warning and writes no more events.
 
 | event | when | facts |
 | --- | --- | --- |
 | `commit` | all ranks have a commit | `commit`: its number |
-| `fault` | before a fault on purpose | `step`, `kind` |
-| `failure` | this rank has learnt of one | `error` |
-| `recovered` | those that live go on | `size`, `commit`, `seconds` since `failure` |
-| `spare` | this rank begins to wait in reserve | |
-| `admitted` | it trains from now on | `place`: its rank there; `size`, `commit` |
+| `fault` | before an injected fault | `step`, `kind` |
+| `failure` | this rank detects a failure | `error` |
+| `recovered` | the surviving ranks resume | `size`, `commit`, `seconds` since `failure` |
+| `spare` | this rank starts to wait as a spare rank | |
+| `admitted` | this spare rank starts to train | `place`: its rank there; `size`, `commit` |
 | `error` | an error of the program ends the job | `error` |
 | `end` | `run_elastic` returns | |
-| `restored` | a session begins, or has gone back | `step`: after which; `file`: or from memory |
-| `saved` | a session has a checkpoint, or it is on its way in the background | `step`, `seconds` |
-| `retried` | a session goes back after an error of a step | `step`, `error` |
-| `asked` | a session learns that it was asked to stop | `step`: after which |
-| `left` | it stops for that, with a checkpoint | `step` |
+| `restored` | a session starts, or returns to a step | `step`: steps done; `file`: from a file? |
+| `saved` | a session has written a checkpoint, or started it in background | `step`, `seconds` |
+| `retried` | a session returns to a commit or checkpoint after an error | `step`, `error` |
+| `asked` | a session learns that it was asked to stop | `step`: steps done |
+| `left` | the session stops for that, with a checkpoint | `step` |
 """
 
 from __future__ import annotations
 
 import json
+import logging
 import os
 import time
 from pathlib import Path
@@ -37,37 +39,41 @@ import collectives as cc
 
 __all__ = ["VARIABLE", "number_at_start", "read", "write"]
 
+_log = logging.getLogger(__name__)
+
 VARIABLE = "UNISONO_EVENTS"
 
-_number: int | None = None
-_descriptor: int | None = None  # -1 for none
+_number: int | None = None  # None before `init`
+_descriptors: dict[int, int] = {}  # number -> file; -1 if there is none
 
 
 def number_at_start() -> int:
-    """Return the rank that this process was at the first call, before any had died."""
+    """Return this process's rank at the first call after `init`, before any rank died; else 0."""
     global _number
-    if _number is None:
-        _number = cc.rank() if cc.is_initialized() else 0
-    return _number
+    # Kept: after a shrink the rank changes, but its file must not.
+    if _number is None and cc.is_initialized():
+        _number = cc.rank()
+    return _number or 0
 
 
 def write(event: str, /, **facts: Any) -> None:
-    """Add an event to this rank's file; nothing where `UNISONO_EVENTS` is not set.
+    """Append an event to this rank's file; do nothing if `UNISONO_EVENTS` is not set.
 
     Args:
-        event: what has happened, in one word.
-        facts: what JSON can carry.
-
-    Raises:
-        OSError: the file cannot be written.
+        event: name of the event.
+        facts: values that JSON supports.
     """
-    global _descriptor
     rank = number_at_start()
-    if _descriptor is None:
-        _descriptor = _open(rank)
-    if _descriptor >= 0:
-        line = json.dumps({"event": event, "time": round(time.time(), 6), "rank": rank, **facts})
-        os.write(_descriptor, line.encode() + b"\n")
+    try:
+        if rank not in _descriptors:
+            _descriptors[rank] = _open(rank)
+        if _descriptors[rank] >= 0:
+            facts = {"event": event, "time": round(time.time(), 6), "rank": rank, **facts}
+            os.write(_descriptors[rank], json.dumps(facts).encode() + b"\n")
+    except OSError as error:
+        # Not raised: an event is written while a job recovers, and other ranks wait for this one.
+        _descriptors[rank] = -1
+        _log.warning("event log: rank %d writes no more events: %s", rank, error)
 
 
 def _open(rank: int) -> int:
@@ -75,18 +81,20 @@ def _open(rank: int) -> int:
     if not folder:
         return -1
     Path(folder).mkdir(parents=True, exist_ok=True)
+    # O_APPEND, because a program that starts again adds to the file.
     flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
     return os.open(Path(folder) / f"rank-{rank}.jsonl", flags, 0o644)
 
 
 def read(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
-    """Return the events of all ranks, in the order of their times.
+    """Return the events of all ranks, ordered by time.
 
-    A last line that was cut short is left out.
+    An incomplete last line is skipped.
     """
     events = []
     for path in sorted(Path(folder).glob("rank-*.jsonl")):
         for line in path.read_text().splitlines(keepends=True):
+            # A full disk may cut a line, and a reader may see a line that is being written.
             if line.endswith("\n"):
                 events.append(json.loads(line))
     return sorted(events, key=lambda event: event["time"])

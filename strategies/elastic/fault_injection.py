@@ -2,16 +2,16 @@
 
     UNISONO_FAULT="step=12,rank=2,kind=kill; step=20,rank=0,kind=slow:5" mpirun ...
 
-| kind | what happens on that rank, when it comes to that step |
+| kind | effect on that rank at that step |
 | --- | --- |
-| `kill` | the process is gone, as if for lack of memory |
-| `exception` | an error is raised, as by the program itself |
-| `stop` | the process stands still, and nobody is told |
-| `slow:SECONDS` | it waits for so long |
-| `corrupt` | one bit of its first array changes, and nobody is told |
+| `kill` | SIGKILL, as sent by the out-of-memory killer |
+| `exception` | raises an error, like one of the program |
+| `stop` | SIGSTOP: the process stops silently |
+| `slow:SECONDS` | sleeps |
+| `corrupt` | flips one bit of the rank's first array silently |
 
-Each of them happens once in a process: a step that is made again is made without it. Ranks go by
-their numbers at the start of the program, also when some have died since.
+Each fault happens once per process: a repeated step runs without it. Rank numbers are those at the
+start of the program, also after deaths.
 """
 
 from __future__ import annotations
@@ -37,17 +37,17 @@ FaultKind = Literal["kill", "exception", "stop", "slow", "corrupt"]
 
 
 class InjectedFault(RuntimeError):
-    """The error of a fault of kind "exception"."""
+    """The error raised by faults of kind "exception"."""
 
 
 class Fault(NamedTuple):
-    """What shall happen.
+    """A fault to inject.
 
     Attributes:
-        step: when.
-        rank: where, by the number at the start of the program.
-        kind: what.
-        seconds: for how long, if it is "slow".
+        step: step of the fault.
+        rank: rank of the fault, by the number at the start of the program.
+        kind: kind of the fault.
+        seconds: duration of "slow".
     """
 
     step: int
@@ -57,10 +57,10 @@ class Fault(NamedTuple):
 
 
 def parse(text: str) -> list[Fault]:
-    """Read faults, separated by semicolons.
+    """Parse faults, separated by semicolons.
 
     Raises:
-        ValueError: the text is not understood.
+        ValueError: the text is malformed.
 
     Example:
         >>> parse("step=12,rank=2,kind=kill")
@@ -73,6 +73,7 @@ def _fault(text: str) -> Fault:
     try:
         named = [field.strip().split("=", 1) for field in text.split(",")]
         fields = dict(named)
+        # In a dict, a repeated field would silently replace the first one.
         twice = len(fields) < len(named)
         kind, _, seconds = fields.pop("kind").partition(":")
         step, rank = int(fields.pop("step")), int(fields.pop("rank"))
@@ -91,33 +92,37 @@ def _fault(text: str) -> Fault:
 
 
 def inject(step: int, arrays: Iterable[Any] = ()) -> None:
-    """Let those faults happen that `UNISONO_FAULT` has for this step of this rank.
+    """Inject the faults that `UNISONO_FAULT` defines for this step of this rank.
 
-    Sessions call this at every step, with the arrays of their saver; a loop of one's own does it by
-    one line. Where the variable is not set it costs less than a microsecond.
+    Sessions call this at every step with the arrays of their saver; your own loop needs one line.
+    It costs less than a microsecond if the variable is not set.
 
     Args:
-        step: which one begins.
-        arrays: what "corrupt" changes a bit of: the first one that is not empty.
+        step: step that begins.
+        arrays: "corrupt" flips a bit in the first of them that is not empty.
 
     Raises:
         InjectedFault: a fault of kind "exception".
-        ValueError: the variable cannot be understood, or there is nothing to corrupt.
+        ValueError: the variable is malformed, or there is no array to corrupt.
     """
     global _left
     if _left is None:
-        own = event_log.number_at_start()
-        _left = [fault for fault in parse(os.environ.get(VARIABLE, "")) if fault.rank == own]
-    for fault in [fault for fault in _left if fault.step == step]:
+        # Read once per process: a job that resumes after a fault must not repeat it.
+        _left = parse(os.environ.get(VARIABLE, ""))
+    # At every step: it is unknown before `init`, and a later shrink must not change it.
+    own = event_log.number_at_start()
+    for fault in [fault for fault in _left if (fault.step, fault.rank) == (step, own)]:
+        # Before it happens: it may raise, and the step may then be repeated.
         _left.remove(fault)
         event_log.write("fault", step=step, kind=fault.kind)
         _happen(fault, arrays)
 
 
-_left: list[Fault] | None = None  # of this rank; None before the first step
+_left: list[Fault] | None = None  # of all ranks; None before the first step
 
 
 def _happen(fault: Fault, arrays: Iterable[Any]) -> None:
+    # A killed process would lose its buffered output.
     sys.stdout.flush()
     if fault.kind == "kill":
         os.kill(os.getpid(), signal.SIGKILL)
@@ -132,11 +137,13 @@ def _happen(fault: Fault, arrays: Iterable[Any]) -> None:
 
 
 def _corrupt(arrays: Iterable[Any]) -> None:
-    """Change the highest bit of the exponent of the first number."""
+    """Flip the highest bit of the exponent of the first number."""
     for array in arrays:
         memory = of_any_library.host(array)
         if memory is not None and memory.size and memory.flags.writeable:
+            # `flat` copies, and works for arrays of any layout, so the bits are written back below.
             bits = memory.flat[:1].view(np.uint8)
+            # Little-endian: the last byte has the sign and the highest bits of the exponent.
             bits[-1] ^= 0x40
             memory.flat[:1] = bits.view(memory.dtype)
             return

@@ -5,10 +5,10 @@
     step 8              dies            step 8 ...                          sleeps
     PeerFailure                         PeerFailure                         sleeps
     shrink                              shrink         all that live        shrink
-    go on from 7                        go on from 7   of as many ranks     is given commit 7
+    resume from 7                       resume from 7  of training ranks    receives commit 7
 
-An error of the program itself is never tried again: it would come again, and take one rank after
-the other. The rank that has it takes the others out of their calls, and all raise it.
+Errors of the program itself are never retried: they would repeat and fail one rank after the other.
+A rank with such an error revokes the calls of the other ranks, and all ranks raise it.
 """
 
 from __future__ import annotations
@@ -37,44 +37,41 @@ def run_elastic(
     max_ranks: int | None = None,
     on_reset: Callable[[], object] | None = None,
 ) -> T:
-    """Call `train(state)`; when ranks have died, again, by those that live, from the last commit.
+    """Call `train(state)`, and after deaths again on the surviving ranks, from the last commit.
 
-    In a job that outlives its ranks: Open MPI >= 5 under `mpirun --with-ft ulfm`. In any other the
-    launcher ends the job when a rank dies: it is started again, and goes on from its last
-    checkpoint. A rank that stands still is not dead: the others get a `CollectiveTimeout`, and the
-    job ends.
+    It needs a job that outlives its ranks: Open MPI >= 5 with `mpirun --with-ft ulfm`. Otherwise
+    the launcher ends the job when a rank dies; started again, it resumes from its last checkpoint.
+    A rank that does not respond is not dead: other ranks raise `CollectiveTimeout`, and the job
+    ends.
 
-    *Collective* over the ranks of `state.comm`. Commits of `train` are what is gone on from, at
-    first the state as it is. What is made of a communicator (strategies, `DistributedOptimizer`,
-    plans) is made in `train` of `state.comm`, which is another one then.
+    *Collective* over the ranks of `state.comm`. `train` resumes from its own commits; the first
+    commit is the initial state. `state.comm` changes after a death, so make everything that depends
+    on a communicator (strategies, `DistributedOptimizer`, plans) in `train`.
 
-    With `max_ranks` the ranks above it are *spare*. They wait, nearly without a processor; when one
-    that trains has died, the next one is given what was committed, with the generators and the rows
-    of the dead rank, and trains in its place: `state.comm` has as many ranks as before, in the same
-    order. Ranks that were spare to the end are given the state of then, and return with the others.
+    With `max_ranks`, further ranks are *spare* and wait almost without using the processor. When a
+    training rank dies, a spare rank takes its place: it receives the commit with the generators and
+    rows of the dead rank. `state.comm` then has the same size and order as before. Ranks that stay
+    spare receive the final state and return together with the training ranks.
 
     Args:
-        train: what to do; begins where `state` is.
-        state: what it goes on from.
-        min_ranks: how few may go on.
-        max_ranks: how many train; all if None.
-        on_reset: called when `state.comm` has become another one, and the state is that of the
-            commit again.
+        train: training function; resumes from the contents of `state`.
+        state: the objects to commit and restore.
+        min_ranks: minimum number of training ranks.
+        max_ranks: maximum number of training ranks; None for all.
+        on_reset: called when `state.comm` has changed and the state is restored.
 
     Returns:
-        What `train` has returned; None on a rank that was spare to the end. All ranks that live
-        return together.
+        The result of `train`; None on a rank that stayed spare. All surviving ranks return
+        together.
 
     Raises:
-        UnavailableError: fewer ranks live than `min_ranks`, or spare ones alone; on all of them.
-        LaunchError: there are more ranks than `max_ranks` where a dead rank ends the job.
-        SystemExit: `train` leaves the program on all ranks that train; on spare ones, too.
-        RuntimeError: beside spare ranks, a rank has left by `sys.exit(1)` alone; on all.
-        Exception: an error of `train` that no death has caused, on all ranks; and what `resume` of
-            the state raises.
+        UnavailableError: fewer ranks survive than `min_ranks`, or only spare ones; on all of them.
+        LaunchError: there are more ranks than `max_ranks`, but a dead rank ends the job.
+        SystemExit: `train` exits on all training ranks; also raised on spare ranks.
+        RuntimeError: there are spare ranks, and one rank alone has called `sys.exit(1)`; on all.
+        Exception: an error of `train` without a death, on all ranks; or an error of `State.resume`.
 
-    Cost: where there are spare ranks, all-gathers of the generators at each commit, and a commit at
-        the end.
+    Cost: with spare ranks, all-gathers of the generators at each commit, and a commit at the end.
 
     Example:
         >>> import numpy as np
@@ -93,29 +90,35 @@ def run_elastic(
     if max_ranks is not None:
         most = integer("run_elastic", "max_ranks", max_ranks, least=min_ranks)
     members = ElasticGroup(state, min_ranks, most)
+    # The function that the next round starts with; after a failure it is `place`.
     prepare: Callable[[], None] = members.begin
     result = None
-    known: cc.Communicator | None = state.comm  # that `train` works with; None on a spare rank
-    failed_at = None  # when the failure became known that is not overcome yet
+    known: cc.Communicator | None = state.comm  # used by `train`; None on a spare rank
+    failed_at = None  # time of the failure that is not recovered yet
     while True:
         try:
             prepare()
+            # Compared with the communicator of the last round, so the first round does not call
+            # `on_reset`.
             comm, known = known, state.comm if members.trains else None
             if known is not comm and known is not None and on_reset is not None:
                 on_reset()
+            # Only now, because `on_reset` may close objects that still use the old communicator.
             members.release()
-            failed_at = None
+            failed_at = None  # recovered: the next failure begins another outage
             if members.trains and not members.is_through:
                 result = members.train(train)
             if members.meet():
                 break
-            prepare = members.place  # all of them
+            prepare = members.place  # gives all ranks, also spare ones, the final state
         except TooFewRanksError:
-            raise
+            raise  # on all ranks, because all compare the same numbers
         except Exception as error:
+            # Keep the first time: a death during recovery prolongs the same outage.
             failed_at = failed_at or time.monotonic()
             members.next_attempt(error)
             prepare = partial(members.place, failed_at)
     event_log.write("end")
+    # After all ranks have the final state, which some may have received from this rank.
     members.leave()
     return cast(T, result)

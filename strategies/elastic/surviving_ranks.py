@@ -10,11 +10,11 @@ __all__ = ["shrink", "retry_on_survivors"]
 
 
 def shrink(comm: cc.Communicator) -> cc.Communicator:
-    """Make a communicator of the ranks that live; of the world, it is the new world; *collective*.
+    """Return a communicator of the surviving ranks, for the world the new world; *collective*.
 
     Raises:
         LaunchError: a dead rank ends this job.
-        CollectiveTimeout: a rank that lives has not come.
+        CollectiveTimeout: a surviving rank does not respond.
     """
     return cc.shrink() if comm is cc.init() else comm.shrink()
 
@@ -22,19 +22,20 @@ def shrink(comm: cc.Communicator) -> cc.Communicator:
 def retry_on_survivors(
     comm: cc.Communicator, call: Callable[[cc.Communicator], object]
 ) -> cc.Communicator:
-    """Make a collective call until all that live have made it; *collective* over these.
+    """Repeat a collective call until all surviving ranks complete it; *collective* over them.
 
     Args:
         comm: the ranks.
-        call: to be made, possibly more than once.
+        call: collective call; may be repeated.
 
     Returns:
-        Those that live.
+        The surviving ranks.
 
     Raises:
-        PeerFailure: a rank has died, where the job does not outlive its ranks.
-        CollectiveTimeout: a rank that lives has not come.
+        PeerFailure: a rank has died, but the job does not outlive its ranks.
+        CollectiveTimeout: a surviving rank does not respond.
     """
+    # Without ULFM a death ends the job, so there is nothing to repeat.
     if not cc.is_fault_tolerant():
         call(comm)
         return comm
@@ -44,10 +45,12 @@ def retry_on_survivors(
             call(comm)
             done = True
         except cc.CollectiveTimeout:
-            raise
+            raise  # the rank that does not respond would also be missing in `agree`
         except cc.CollectiveError:
+            # The communicator still works: an error of the call on all ranks, not a death.
             if comm.failure is None:
                 raise
+        # `call` may succeed on some ranks and fail on others, so the ranks must agree.
         if comm.agree(done):
             return comm
         comm = shrink(comm)

@@ -19,12 +19,13 @@ __all__ = ["cut", "cycle_sizes", "even_sizes", "has_rows", "is_column", "rows_of
 
 
 def is_column(node: Any) -> bool:
-    """Return whether this part of a batch is a list or tuple with an object for each row.
+    """Return whether a part of a batch is a column: a list or tuple with one object per row.
 
     Example:
         >>> is_column(["a", "b"]), is_column([np.ones(2), np.ones(2)]), is_column([("a", "b")])
         (True, False, False)
     """
+    # A named tuple of texts is a structure, whose fields are columns.
     is_list = isinstance(node, (list, tuple)) and not hasattr(node, "_fields")
     return is_list and all(_is_row(item) for item in node)
 
@@ -35,14 +36,16 @@ def _is_row(item: Any) -> bool:
         return all(_is_row(value) for value in item.values())
     if isinstance(item, (str, bytes)):
         return True
+    # A NumPy scalar or 0-dimensional tensor is one row, such as a label.
     if hasattr(item, "shape"):
         return len(item.shape) == 0
+    # Strings are excluded above: they have a length as well.
     is_sequence = hasattr(item, "__len__") and hasattr(item, "__getitem__")
     return not is_sequence
 
 
 def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
-    """Return consecutive parts of a batch; past its end they are shorter, and then empty.
+    """Return consecutive parts of a batch. Parts beyond its end are shorter or empty.
 
     Args:
         batch: arrays of shape (n, ...) and columns of n objects, or nested tuples, lists and dicts
@@ -50,7 +53,7 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
         sizes: rows of each part.
 
     Raises:
-        ValueError: the arrays have different numbers of rows, or none at all.
+        ValueError: the arrays have different numbers of rows, or the batch has no array.
 
     Example:
         >>> [part.tolist() for part in cut(np.arange(4), [3, 2, 1])]
@@ -58,6 +61,7 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
         >>> cut({"name": ["a", "b"]}, [1, 1])
         [{'name': ['a']}, {'name': ['b']}]
     """
+    # Raises for leaves of different lengths, which slicing would not notice.
     rows_of(batch)
     ends = [0, *itertools.accumulate(sizes)]
 
@@ -73,33 +77,36 @@ def cut(batch: Any, sizes: Sequence[int]) -> list[Any]:
 
 
 def even_sizes(rows: int, parts: int) -> list[int]:
-    """Return sizes for `cut` of which all but the last ones are the same.
+    """Return sizes for `cut` that are equal for all parts; `cut` shortens the last ones.
 
     Example:
         >>> even_sizes(7, 3), even_sizes(4, 3)
         ([3, 3, 3], [2, 2, 2])
     """
+    # Rounded up, so that the parts cover all rows.
     return [-(-rows // parts)] * parts
 
 
 def cycle_sizes(rows: int, pipeline: int, pipelines: int, replicas: int) -> list[int]:
-    """Return sizes in which one pipeline cuts its own batches of `rows` rows.
+    """Return the sizes into which one pipeline cuts its own batches of `rows` rows.
 
-    Every replica of the pipeline takes the next part in each step. All pipelines together take
-    `rows` rows per step, and each of them `rows` in as many parts as there are replicas.
+    Every replica of the pipeline takes the next part in each step. In each step all pipelines
+    together use `rows` rows. Each pipeline cuts `rows` rows into `replicas` parts.
 
     Args:
-        rows: of a global batch.
-        pipeline: which one.
-        pipelines: how many there are.
-        replicas: of all pipelines together, a multiple of `pipelines`.
+        rows: number of rows of a global batch.
+        pipeline: index of this pipeline.
+        pipelines: number of pipelines.
+        replicas: number of replicas of all pipelines together, a multiple of `pipelines`.
 
     Example:
         >>> [cycle_sizes(7, pipeline, 2, 4) for pipeline in (0, 1)]
         [[2, 2, 2, 1], [2, 1, 2, 2]]
     """
     small, longer = divmod(rows, replicas)
+    # The first parts get one row more, so lengths differ by at most one.
     sizes = [small + 1] * longer + [small] * (replicas - longer)
+    # Each pipeline starts at another part, so that long parts do not fall into one step.
     first = pipeline * replicas // pipelines
     return sizes[first:] + sizes[:first]
 
@@ -107,13 +114,14 @@ def cycle_sizes(rows: int, pipeline: int, pipelines: int, replicas: int) -> list
 def rows_of(batch: Any) -> int:
     """Return the number of rows that all arrays and columns of a batch have.
 
-    An empty list may also be an empty structure: it counts as 0 rows only if the batch has nothing
-    else.
+    An empty list may also be an empty structure. It counts as 0 rows only if the batch has no other
+    leaf.
 
     Raises:
-        ValueError: they have different numbers of rows, or none at all.
+        ValueError: the leaves have different numbers of rows, or the batch has no leaf.
     """
     found = [_shape(leaf) for leaf in leaves(batch, is_column)]
+    # Without arrays an empty list is a column of 0 rows.
     rows = {shape[:1] for shape in found if shape is not None} or {(0,) for _ in found}
     if len(rows) != 1 or () in rows:
         raise ValueError(
@@ -132,5 +140,6 @@ def has_rows(batch: Any) -> bool:
 def _shape(leaf: Any) -> tuple[int, ...] | None:
     """Return the shape of a leaf; None for an empty column."""
     if is_column(leaf):
+        # An empty list may also be an empty structure, so it has no shape to compare.
         return (len(leaf),) if leaf else None
     return tuple(np.shape(leaf))

@@ -15,6 +15,7 @@ from strategies.input.reader import Damage
 from strategies.input.readers import TextLineReader
 from strategies.input.round_robin import ReaderRoundRobin, RoundRobinNames
 from strategies.input.sharded import ShardedInput
+from strategies.queues.queue import check_capacity
 from strategies.queues.queue_types import FIFOQueue, PaddingFIFOQueue, Queue, RandomShuffleQueue
 
 if TYPE_CHECKING:
@@ -22,7 +23,7 @@ if TYPE_CHECKING:
 
 __all__ = ["batch", "batch_join", "csv_batches", "shuffle_batch", "shuffle_batch_join"]
 
-_ROWS_PER_READ = 256  # lines decoded at a time: enough that the work per call does not count
+_ROWS_PER_READ = 256  # lines per decode_csv call: enough that the overhead per call is negligible
 
 
 def batch(
@@ -35,27 +36,26 @@ def batch(
     dynamic_pad: bool = False,
     **options: Unpack[BatchOptions],
 ) -> Batches:
-    """Batches of what a function returns, in the order of its calls if there is one thread.
+    """Make batches of the values that `read` returns, in call order if there is one thread.
 
     Args:
-        read: called again and again by each thread; returns one value per component, bare or in a
-            list, tuple or dict, and raises `OutOfRangeError` when there is no more. All elements
-            have the dtypes and, unless they are padded, the shapes of the first. Or a
-            `ShardedInput`: then `state` and `resume` know a place that any number of ranks goes on
-            from; with one thread, and without `enqueue_many`.
+        read: called repeatedly by each thread. Returns one value per component, bare or in a list,
+            tuple or dict, and raises `OutOfRangeError` at the end. All elements have the dtypes of
+            the first one and, unless they are padded, its shapes. Or a `ShardedInput`, with one
+            thread and without `enqueue_many`: any number of ranks can then resume from `state`.
         batch_size: rows per batch.
         num_threads: threads that call `read` at the same time.
-        capacity: rows that wait to become batches.
-        shapes: shape of each component of one row; None for those of the first.
-        dynamic_pad: whether rows may differ in size; a batch is padded at the end with 0, False or
-            empty text to its largest row, in all dimensions, or those that are None in `shapes`.
-        **options: `enqueue_many`: whether `read` returns several rows at a time, counted by
-            dimension 0. `allow_smaller_final_batch`: whether to return the rest that fills no
-            batch; otherwise it is dropped. `runners`: of queues that `read` uses; they are started
-            and stopped with the pipeline. `turns`: see `batch_join`.
+        capacity: maximum number of rows that wait to become batches, not 0; negative for no limit.
+        shapes: shape of each component of one row; None uses the shapes of the first element.
+        dynamic_pad: whether rows may differ in size. A batch is padded at the end with 0, False or
+            empty text to its largest row, in all dimensions or where `shapes` has None.
+        **options: `enqueue_many`: whether `read` returns several rows at a time, along
+            dimension 0. `allow_smaller_final_batch`: whether to return the last rows as a smaller
+            batch; otherwise they are dropped. `runners`: runners of queues that `read` uses,
+            started and stopped with the pipeline. `turns`: see `batch_join`.
 
     Returns:
-        A pipeline to be opened with `with`. The first `read` is called there, by the caller.
+        A pipeline to open with `with`, which makes the first call of `read` in the caller's thread.
 
     Example:
         >>> from strategies.errors import OutOfRangeError
@@ -71,10 +71,12 @@ def batch(
         [3 4 5]
     """
     if isinstance(read, ShardedInput):
-        if num_threads != 1 or options.get("enqueue_many"):
-            raise ValueError("batch: of a ShardedInput expected num_threads=1 and no enqueue_many")
         read = ShardedRows(read)
+    # Several threads would record their positions out of order.
+    if isinstance(read, ShardedRows) and (num_threads != 1 or options.get("enqueue_many")):
+        raise ValueError("batch: a ShardedInput needs num_threads=1 and no enqueue_many")
     return batch_join(
+        # The same function for all threads: it is called at the same time by them.
         [read] * num_threads,
         batch_size,
         capacity=capacity,
@@ -93,21 +95,24 @@ def batch_join(
     dynamic_pad: bool = False,
     **options: Unpack[BatchOptions],
 ) -> Batches:
-    """As `batch`, with one thread for each of several functions, so that each may have its file.
+    """As `batch`, with one thread per function, so that each can read its own file.
 
-    Threads arrive in any order. With `turns=ReaderRoundRobin(len(reads))` they read at the same
-    time, but what they have read is handed over by turns: where no two functions share a source,
-    the same input then gives the same batches, and `state` and `resume` know a place inside an
-    epoch. A function that is slow holds up the others.
+    Threads deliver rows in any order. With `turns=ReaderRoundRobin(len(reads))` they read
+    concurrently and hand over their rows in round-robin order. If no two functions share a source,
+    the same input then gives the same batches, and `state` and `resume` work inside an epoch. A
+    slow function delays all of them.
     """
+    check_capacity("batch", capacity)
 
     def make_queue(dtypes: Any, first_shapes: Any, names: Any) -> Queue:
         if dynamic_pad:
+            # None in every dimension, as no element but the first is known yet.
             padded: Any = shapes or [(None,) * len(shape) for shape in first_shapes]
             return PaddingFIFOQueue(capacity, dtypes, padded, names=names, name="batch")
         known: Any = shapes or first_shapes
         return FIFOQueue(capacity, dtypes, known, names=names, name="batch")
 
+    # A FIFO queue keeps the order of one reader, so the pipeline is repeatable.
     return Batches(reads, batch_size, make_queue, repeatable=True, **options)
 
 
@@ -121,20 +126,20 @@ def shuffle_batch(
     seed: int | None = None,
     **options: Unpack[BatchOptions],
 ) -> Batches:
-    """Batches of what a function returns, drawn at random from a queue.
+    """Make batches of rows drawn at random from a queue that `read` fills.
 
     Args:
-        read: as for `batch`.
+        read: function as for `batch`.
         batch_size: rows per batch.
-        capacity: most rows in the queue, more than `min_after_dequeue`.
-        min_after_dequeue: rows from which the next is drawn, at least; fewer only at the end.
+        capacity: maximum number of rows in the queue, more than `min_after_dequeue`.
+        min_after_dequeue: minimum number of rows to draw from, except at the end of the input.
         num_threads: threads that call `read` at the same time.
-        seed: of the order. With one thread and a seed, the same input gives the same batches: rows
-            are then drawn only while the queue is full. Several threads arrive in any order.
+        seed: seed of the order. With one thread and a seed, the same input gives the same batches,
+            because rows are then drawn only from a full queue. Several threads have no fixed order.
         **options: `enqueue_many`, `allow_smaller_final_batch` and `runners`, as for `batch`.
 
     Returns:
-        A pipeline to be opened with `with`.
+        A pipeline to open with `with`.
 
     Raises:
         ValueError: the capacity is not more than `min_after_dequeue`.
@@ -158,13 +163,13 @@ def shuffle_batch_join(
     seed: int | None = None,
     **options: Unpack[BatchOptions],
 ) -> Batches:
-    """As `shuffle_batch`, with one thread for each of several functions; `turns` as there."""
+    """As `shuffle_batch`, with one thread per function; `turns` as for `batch_join`."""
     if not 0 <= min_after_dequeue < capacity:
         raise ValueError(
-            "shuffle_batch: capacity must be more than min_after_dequeue, and that at least 0, "
+            "shuffle_batch: expected capacity > min_after_dequeue >= 0, "
             f"got {capacity} and {min_after_dequeue}"
         )
-    # What a draw finds must not depend on how far the reader happens to be.
+    # A seeded draw must not depend on how far the reader is, so it waits until the queue is full.
     known = len(reads) == 1 or options.get("turns") is not None
     keep = capacity - 1 if seed is not None and known else min_after_dequeue
 
@@ -173,6 +178,7 @@ def shuffle_batch_join(
             capacity, keep, dtypes, shapes, names=names, seed=seed, name="shuffle_batch"
         )
 
+    # Without a seed the order cannot be repeated.
     return Batches(reads, batch_size, make_queue, repeatable=seed is not None, **options)
 
 
@@ -197,48 +203,46 @@ def csv_batches(
 ) -> Iterator[Batches]:
     """Read CSV files in threads, mix their rows, and iterate over batches.
 
-    It is a context manager that yields the batches. Quoted fields may contain line ends; empty
+    Use it as a context manager; it yields the batches. Quoted fields may contain line ends. Empty
     lines are skipped.
 
-    `Saver` takes the batches as a thing: with a seed where rows are shuffled, and the same number
-    of threads, a run that was interrupted inside an epoch goes on with the batches of one that was
-    not.
+    Register the batches with `Saver` to resume inside an epoch. The resumed run gets the same
+    batches as an uninterrupted run if the number of threads is the same and shuffling has a seed.
 
-    The end of the block, also an early one, ends all threads and closes all files. With one epoch
-    each row comes once; with several, rows of two epochs may mix where these meet.
+    Leaving the block, also early, ends all threads and closes all files. With one epoch each row is
+    returned once. With several, the rows of two successive epochs may mix.
 
     Args:
-        files: one or several paths, patterns or URLs, as for `match_files`; those that end in
-            `.gz` are unpacked.
+        files: one or several paths, patterns or URLs, as for `match_files`. Files whose names end
+            in `.gz` are decompressed.
         record_defaults: types and defaults of the columns, as for `decode_csv`.
         batch_size: rows per batch.
-        transform: what becomes of decoded columns, called in the reader threads with a list of one
-            array per column and some hundred rows; returns one array, or a tuple or dict of arrays,
-            with the same rows in dimension 0. Stack columns that belong together: each array of
-            the result costs time for every batch.
-        num_threads: threads that read and decode, each another file.
-        num_epochs: how often each file is read; None for no end.
-        shuffle: whether to shuffle files and rows; otherwise they keep their order if there is one
-            thread, and several hand over some hundred rows by turns, in the same order each time.
-        seed: of the shuffling. The same files and number of threads then give the same batches.
-        min_after_dequeue: rows among which a row is drawn, at least.
-        skip_header_lines: lines at the beginning of each file to pass over.
+        transform: converts decoded columns; called in the reader threads with a list of one array
+            per column, of up to 256 rows. Returns one array, or a tuple or dict of arrays, with the
+            same rows in dimension 0. Stack columns that belong together: each returned array costs
+            time for every batch.
+        num_threads: threads that read and decode, each its own file.
+        num_epochs: number of times each file is read; None repeats forever.
+        shuffle: whether to shuffle files and rows. Otherwise one thread keeps their order, and
+            several threads alternate by up to 256 rows, in the same order each time.
+        seed: seed of the shuffling. The same files and number of threads give the same batches.
+        min_after_dequeue: minimum number of rows that a row is drawn from.
+        skip_header_lines: lines to skip at the beginning of each file.
         encoding: encoding of the files, as for `TextLineReader`.
         compression: compression of the files, as for `TextLineReader`.
-        allow_smaller_final_batch: whether to return the rest that fills no batch; otherwise it is
-            dropped.
-        on_damage: what to do about damaged files and lines that do not fit: "raise", or "skip" and
-            count.
+        allow_smaller_final_batch: whether to return the last rows as a smaller batch; otherwise
+            they are dropped.
+        on_damage: handling of damaged files and malformed lines: "raise", or "skip" and count.
         **decode_options: more arguments for `decode_csv`.
 
     Yields:
-        The batches: an iterable that counts `rows_read`, `rows_skipped` and `wait_seconds`.
+        The batches: an iterable with the counters `rows_read`, `rows_skipped` and `wait_seconds`.
 
     Raises:
         NotFoundError: a file does not exist.
         DataLossError: a file is damaged, or its text does not have this encoding.
-        InvalidArgumentError: a line does not fit; like the others it names file and line.
-        ValueError: no files, or other arguments that are wrong.
+        InvalidArgumentError: a line is malformed. All of these errors name file and line.
+        ValueError: no files, or other invalid arguments.
 
     Example:
         ::
@@ -254,6 +258,7 @@ def csv_batches(
     names = string_input_producer(
         match_files(files), num_epochs=num_epochs, shuffle=shuffle, seed=seed, name="csv_files"
     )
+    # Without quotes a field cannot contain a line end, so lines are records.
     has_quotes = decode_options.get("use_quote_delim", True)
     readers = [
         TextLineReader(
@@ -267,22 +272,26 @@ def csv_batches(
     ]
     decode_options.update(record_defaults=record_defaults, on_damage=on_damage)
 
-    # Without a seed the order is another one each time anyway, and nobody need wait for a turn.
+    # Shuffling without a seed has no fixed order to preserve, so threads need not wait for turns.
     in_turn = num_threads > 1 and (seed is not None or not shuffle)
     turns = ReaderRoundRobin(num_threads) if in_turn else None
 
     def reads_of(place: int, reader: TextLineReader) -> Read:
+        # The next file name is also taken in turn, since the order of files decides that of rows.
         queue: Any = names.queue if turns is None else RoundRobinNames(names.queue, turns, place)
 
+        # `batches` is bound below, before any thread calls this function.
         return lambda: transform(_read_rows(reader, queue, decode_options, batches.count_skipped))
 
     join: Callable[..., Batches] = batch_join
+    # Room for the rows to draw from, and for a batch in each thread.
     options: dict[str, Any] = {"capacity": min_after_dequeue + (num_threads + 2) * batch_size}
     if shuffle:
         join = shuffle_batch_join
         options.update(min_after_dequeue=min_after_dequeue, seed=seed)
     with ExitStack() as stack:
         for reader in readers:
+            # Readers are reset after the threads have ended, in reverse order of entering.
             stack.callback(reader.reset)
         batches = join(
             [reads_of(place, reader) for place, reader in enumerate(readers)],
@@ -303,6 +312,7 @@ def _read_rows(
     count_skipped: Callable[[int], None],
 ) -> list[Any]:
     """Return the columns of the next rows of one file, and count the skipped records."""
+    # Counted in `finally`, because skipped records before an error count as well.
     before = reader.num_skipped()
     try:
         keys, lines = reader.read_up_to(queue, _ROWS_PER_READ)
@@ -312,5 +322,6 @@ def _read_rows(
         keys = [key for key, line in zip(keys, lines, strict=True) if line]
         lines = [line for line in lines if line]
     columns = decode_csv(lines, keys=keys, **decode_options)
+    # Malformed lines are skipped by `decode_csv`, so it returns fewer rows.
     count_skipped(len(lines) - len(columns[0]) if columns else 0)
     return columns

@@ -22,18 +22,18 @@ ExcInfo = tuple[type[BaseException], BaseException, TracebackType | None]
 
 
 class Coordinator:
-    """A common stop sign for threads.
+    """Common stop signal for threads.
 
-    Any thread may ask all to stop, and all ask from time to time whether they should. The first
-    request counts: if it carries an exception, `join` raises it with its traceback.
+    Any thread may request the stop, and all threads check for it regularly. Only the first request
+    is used: if it has an exception, `join` raises it with its traceback.
 
     Args:
-        clean_stop_exception_types: exceptions that mean a normal end and are not raised again;
-            `OutOfRangeError` if None.
+        clean_stop_exception_types: exceptions that mean a normal end and are not raised again; None
+            for `OutOfRangeError`.
 
     Attributes:
-        joined: whether `join` has come to its end.
-        error: the exception of the request to stop, if it had one.
+        joined: whether `join` has finished.
+        error: exception of the stop request, or None.
     """
 
     def __init__(
@@ -42,24 +42,27 @@ class Coordinator:
         self._clean = (
             (OutOfRangeError,) if clean_stop_exception_types is None else clean_stop_exception_types
         )
+        # Guards the first request and `joined`: a request after `join` must raise.
         self._lock = threading.Lock()
         self._stop = threading.Event()
         self.joined = False
         self.error: BaseException | None = None
         self._threads: set[threading.Thread] = set()
-        self._idle: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # they wait for the stop
+        # By weak reference: a thread that has ended need not stay here.
+        self._idle: weakref.WeakSet[threading.Thread] = weakref.WeakSet()  # only wait for the stop
 
     def request_stop(self, ex: BaseException | ExcInfo | None = None) -> None:
-        """Ask all threads to stop; only the first request matters.
+        """Request the stop of all threads; only the first request is used.
 
         Args:
-            ex: why: an exception or what `sys.exc_info()` gives; None for a normal end.
+            ex: reason: an exception or the result of `sys.exc_info()`; None for a normal end.
 
         Raises:
-            BaseException: `ex` itself, unless it is a clean one, if `join` is over and so nobody
-                else would see it.
+            BaseException: `ex` itself, unless it is a clean one, if `join` has finished and can no
+                longer raise it.
         """
         error = ex[1] if isinstance(ex, tuple) else ex
+        # A clean exception is a normal end, and stops all threads as well.
         if isinstance(error, self._clean):
             error = None
         with self._lock:
@@ -68,36 +71,37 @@ class Coordinator:
                     self.error = error
                     self._stop.set()
                 return
+        # Raised in the caller, since no `join` will report it any more.
         raise error
 
     def clear_stop(self) -> None:
-        """Begin anew: nobody has asked to stop, and no exception is kept."""
+        """Reset the coordinator: drop the stop request and its exception."""
         with self._lock:
             self.joined = False
             self.error = None
             self._stop.clear()
 
     def should_stop(self) -> bool:
-        """Return whether anybody has asked to stop."""
+        """Return whether a stop was requested."""
         return self._stop.is_set()
 
     def wait_for_stop(self, timeout: float | None = None) -> bool:
-        """Sleep until somebody asks to stop, or for `timeout` seconds; return whether any did."""
+        """Wait for a stop request, at most `timeout` seconds; return whether there was one."""
         return self._stop.wait(timeout)
 
     @contextmanager
     def stop_on_exception(self) -> Iterator[None]:
-        """Turn an exception inside the block into a request to stop."""
+        """Turn an exception inside the block into a stop request."""
         try:
             yield
         except BaseException as error:
             self.request_stop(error)
 
     def register_thread(self, thread: threading.Thread, *, waits_for_stop: bool = False) -> None:
-        """Let `join` also wait for this thread.
+        """Add a thread for `join` to wait for.
 
         Args:
-            thread: the thread to wait for.
+            thread: the thread.
             waits_for_stop: whether the thread only waits for the stop. Once all other threads have
                 ended, `join` requests the stop.
         """
@@ -113,27 +117,28 @@ class Coordinator:
         stop_grace_period_secs: float = 120.0,
         ignore_live_threads: bool = False,
     ) -> None:
-        """Wait until all threads have ended, or a while after somebody asked to stop.
+        """Wait until all threads have ended, at most a grace period after a stop request.
 
-        Once all sources of queue runners have ended, so that the remaining threads only wait for
-        the stop, it requests the stop.
+        Once all sources of queue runners are exhausted, so that the remaining threads only wait for
+        the stop, `join` requests the stop.
 
-        After each `UNISONO_STALL_WARNING` seconds it calls the method `stall_reason` of threads
-        that have one, such as those of a `QueueRunner`, and logs the first reason of each thread.
+        After each UNISONO_STALL_WARNING seconds it calls `stall_reason` of the threads that have
+        this method, such as threads of a `QueueRunner`. It logs the first reason of each thread.
 
         Args:
-            threads: to wait for besides those that are registered.
-            stop_grace_period_secs: seconds that threads get to end after a request to stop.
-            ignore_live_threads: say nothing about threads that are still running then.
+            threads: threads to wait for, in addition to the registered ones.
+            stop_grace_period_secs: seconds that threads get to end after a stop request.
+            ignore_live_threads: do not raise if threads are still running after the grace period.
 
         Raises:
-            BaseException: the one of the first request to stop, if it had one.
-            RuntimeError: threads are still running after that time.
+            BaseException: exception of the stop request, if it had one.
+            RuntimeError: threads are still running after the grace period.
         """
         with self._lock:
+            # A copy: threads that are registered during `join` are not waited for.
             waited = self._threads.union(threads or ())
-        # A thread that ends and a stop that is asked for are two events, and one can only wait for
-        # one of them: look at the other a few times per second.
+        # Python cannot wait for a thread and an event at once: join threads with a short timeout,
+        # and check the stop in between.
         checked = time.monotonic()
         can_stall = {thread for thread in waited if hasattr(thread, "stall_reason")}
         busy = [thread for thread in waited if thread not in self._idle]
@@ -144,23 +149,28 @@ class Coordinator:
                     why = thread.stall_reason()
                     if why is not None:
                         _log.warning("Coordinator.join: %s (thread: %s)", why, thread.name)
+                        # Once per thread, as the reason rarely changes.
                         can_stall.discard(thread)
+            # The first live thread; the next rounds join the rest.
             for thread in busy:
                 if thread.is_alive():
                     thread.join(0.05)
                     break
         if any(thread.is_alive() for thread in waited):
-            self.request_stop()  # for the threads that wait for it
-        # One deadline for all of them: a grace for each would add up.
+            self.request_stop()  # releases threads that only wait for the stop
+        # One deadline for all threads: periods per thread would add up.
         deadline = time.monotonic() + stop_grace_period_secs
         for thread in waited:
+            # A thread that was never started cannot be joined.
             if thread.ident is not None:
                 thread.join(max(0.0, deadline - time.monotonic()))
         alive = sorted(thread.name for thread in waited if thread.is_alive())
         with self._lock:
+            # Under the lock of `request_stop`, which raises from now on.
             self.joined = True
             self._threads.clear()
             error = self.error
+        # The first error explains more than threads that do not end.
         if error is not None:
             raise error
         if alive and not ignore_live_threads:
@@ -170,26 +180,26 @@ class Coordinator:
             )
 
     def raise_requested_exception(self) -> None:
-        """Raise the exception of the request to stop, if there was one."""
+        """Raise the exception of the stop request, if it had one."""
         if self.error is not None:
             raise self.error
 
 
 class LooperThread(threading.Thread):
-    """A thread that calls a function again and again until the coordinator says stop.
+    """Thread that calls a function repeatedly until the coordinator stops.
 
-    An exception in it asks the coordinator to stop. It is a daemon and registers itself.
+    An exception in the function requests the stop. The thread is a daemon and registers itself.
 
     Args:
-        coord: whose stop ends the loop.
-        timer_interval_secs: seconds from the beginning of one call to that of the next; None to
-            call back to back. The first call comes at once.
+        coord: coordinator whose stop ends the loop.
+        timer_interval_secs: seconds between the starts of two calls; None for no pause. The first
+            call starts at once.
         target: function to call; None if `run_loop` is overridden.
         args: positional arguments of `target`.
         kwargs: keyword arguments of `target`.
 
     Raises:
-        ValueError: no coordinator, or arguments without a target.
+        ValueError: `coord` is not a `Coordinator`, or arguments are passed without a target.
     """
 
     def __init__(
@@ -204,6 +214,7 @@ class LooperThread(threading.Thread):
             raise ValueError(f"LooperThread: expected a Coordinator, got {type(coord).__name__}")
         if target is None and (args or kwargs):
             raise ValueError("LooperThread: args and kwargs need a target")
+        # A daemon, so that a target that blocks does not keep the process.
         super().__init__(daemon=True)
         self._coord = coord
         self._interval = timer_interval_secs
@@ -220,7 +231,7 @@ class LooperThread(threading.Thread):
         args: Sequence[Any] = (),
         kwargs: Mapping[str, Any] | None = None,
     ) -> LooperThread:
-        """Make a thread and start it."""
+        """Create and start a thread."""
         looper = cls(coord, timer_interval_secs, target, args, kwargs)
         looper.start()
         return looper
@@ -229,22 +240,24 @@ class LooperThread(threading.Thread):
         """Call `start_loop`, then `run_loop` until the stop, then `stop_loop`."""
         with self._coord.stop_on_exception():
             self.start_loop()
+            # Due times are fixed, so that slow calls do not shift later ones.
             due = time.monotonic()
             while not self._coord.should_stop():
                 self.run_loop()
                 if self._interval is not None:
                     due += self._interval
+                    # Ends at the stop, instead of sleeping through it.
                     self._coord.wait_for_stop(max(0.0, due - time.monotonic()))
             self.stop_loop()
 
     def start_loop(self) -> None:
-        """Called once before the loop; to be overridden."""
+        """Called once before the loop; override it."""
 
     def run_loop(self) -> None:
-        """Called in each round; calls the target."""
+        """Called in each iteration; calls the target."""
         if self._function is not None:
             args, kwargs = self._arguments
             self._function(*args, **kwargs)
 
     def stop_loop(self) -> None:
-        """Called once after the loop; to be overridden."""
+        """Called once after the loop; override it."""

@@ -1,4 +1,4 @@
-"""Batches of file records, for readers that may need only some files."""
+"""Batches of file records; readers open only the files that they need."""
 
 from __future__ import annotations
 
@@ -17,19 +17,19 @@ __all__ = ["FileBatches"]
 
 
 class FileBatches:
-    """Batches of the records of files; may be gone through any number of times.
+    """Batches of the records of files, iterable any number of times.
 
-    `Strategy.distribute_dataset` gives each process whole files of it under the policies "file" and
-    "auto".
+    Under the policies "file" and "auto", `Strategy.distribute_dataset` gives whole files to each
+    process.
 
     Args:
-        files: names, or whatever `read` takes; the same on all ranks.
+        files: names, or other arguments of `read`; the same on all ranks.
         read: returns the records of a file, the same ones each time: arrays or numbers, or nested
             tuples, lists and dicts of them.
         batch_size: records in a batch; the last one may have fewer.
-        shuffle: whether to shuffle the files anew in each epoch.
-        seed: of the shuffling, the same on all ranks.
-        num_epochs: how often each record comes; None for ever.
+        shuffle: whether to reshuffle the files in each epoch.
+        seed: seed of the shuffling, the same on all ranks.
+        num_epochs: number of epochs; None repeats forever.
 
     Raises:
         ValueError: no files, or `batch_size` or `num_epochs` below 1.
@@ -57,6 +57,7 @@ class FileBatches:
         self.batch_size = batch_size
         self._read = read
         self._order = {"shuffle": shuffle, "seed": seed, "num_epochs": num_epochs}
+        # Made and dropped; readers are opened only when batches are taken.
         self._records(0, 1, "data")  # checks the other arguments
 
     def __iter__(self) -> Iterator[Any]:
@@ -67,7 +68,7 @@ class FileBatches:
         return self._records(0, 1, "data").facts()
 
     def share(self, rank: int, size: int) -> Iterator[Any]:
-        """Return the batches of the files that one of several readers has.
+        """Return the batches of the files that belong to reader `rank` of `size`.
 
         Raises:
             InvalidArgumentError: there are fewer files than readers.

@@ -1,7 +1,7 @@
 """Opening of paths, globs and URLs, with compression.
 
-The contents are not trusted. Whatever is wrong with a file becomes one of the errors of
-`strategies.errors`, with its name; decompression yields no more bytes than were asked for.
+File contents are not trusted. Every failure becomes an error of `strategies.errors` that names the
+file, and decompression yields no more bytes than requested.
 """
 
 from __future__ import annotations
@@ -28,12 +28,12 @@ __all__ = [
 ]
 
 Compression: TypeAlias = Literal["", "GZIP", "ZLIB"] | None
-"""How a file is packed; "" for not at all, None for GZIP if its name ends in `.gz`."""
+"""Compression of a file; "" for no compression, None for GZIP if its name ends in `.gz`."""
 
-# Bytes read ahead: records of 64 KiB come fastest with this one (`benchmarks/input.py`).
+# Read-ahead in bytes: the fastest size for records of 64 KiB (`benchmarks/input.py`).
 _BUFFER = 256 << 10
-_PIECE = 64 << 10  # bytes read at a time that are unpacked or passed over
-# What zlib calls a gzip header without name and time, and a zlib header.
+_PIECE = 64 << 10  # bytes per read when decompressing or skipping
+# zlib's `wbits` for a gzip header without name and time, and for a zlib header.
 _BITS = {"GZIP": 31, "ZLIB": 15}
 
 
@@ -41,8 +41,8 @@ class Source(NamedTuple):
     """An open file.
 
     Attributes:
-        file: at its beginning; unpacked if it was compressed.
-        size: bytes in it, or None if that is not known before its end.
+        file: positioned at its beginning, and decompressed.
+        size: its length in bytes; None if unknown before its end.
     """
 
     file: IO[bytes]
@@ -53,7 +53,7 @@ def check_compression(compression: str | None) -> Compression:
     """Return the argument if it is a known compression.
 
     Raises:
-        ValueError: it is not.
+        ValueError: it is unknown.
     """
     if compression not in (None, "", "GZIP", "ZLIB"):
         raise ValueError(f"compression: expected None, '', 'GZIP' or 'ZLIB', got {compression!r}")
@@ -61,21 +61,21 @@ def check_compression(compression: str | None) -> Compression:
 
 
 def match_files(patterns: str | os.PathLike[str] | Sequence[str | os.PathLike[str]]) -> list[str]:
-    """Return the files that one or several patterns stand for, each file once.
+    """Return the files that match one or several patterns, each file once.
 
     Args:
-        patterns: paths or URLs, in which `*`, `?`, `[...]` and, between slashes, `**` may stand
-            for parts of names. A path that exists is taken as it is, and so is one without such
-            characters, which may be missing.
+        patterns: paths or URLs, with the wildcards `*`, `?`, `[...]` and, between slashes, `**`. A
+            path that exists is used literally. A path without wildcards may be missing.
 
     Returns:
-        Paths in the order of the patterns, those of one pattern sorted.
+        Paths in the order of the patterns; the matches of one pattern are sorted.
 
     Raises:
         NotFoundError: nothing matches a pattern.
-        ImportError: a URL, and fsspec is not installed.
+        ImportError: a pattern is a URL, and fsspec is not installed.
     """
     listed = [patterns] if isinstance(patterns, (str, os.PathLike)) else patterns
+    # A dict keeps the order and drops duplicates.
     return list(dict.fromkeys(name for pattern in listed for name in _matches(os.fspath(pattern))))
 
 
@@ -87,11 +87,14 @@ def _matches(pattern: str) -> list[str]:
         files, path = fsspec().core.url_to_fs(pattern)
         names = [files.unstrip_protocol(name) for name in files.glob(path)]
     elif os.path.exists(pattern):
+        # A file may have such characters in its name.
         return [pattern]
     else:
+        # Directories match `*` as well, but cannot be read as files.
         names = [name for name in glob.glob(pattern, recursive=True) if os.path.isfile(name)]
     if not names:
         raise NotFoundError(f"match_files: no file matches ({pattern})")
+    # Sorted, because the order of a directory differs between machines.
     return sorted(names)
 
 
@@ -101,16 +104,17 @@ def open_source(path: str, compression: Compression, where: Callable[[], str]) -
 
     Args:
         path: local path or URL.
-        compression: how it is packed.
-        where: returns the place that is being read, for errors.
+        compression: compression of the file.
+        where: returns the current position, for errors.
 
     Raises:
-        NotFoundError: there is no such file.
-        DataLossError: it is not packed as it should be, or damaged there.
-        UnknownError: the system cannot read it.
-        ImportError: a URL, and fsspec is not installed.
+        NotFoundError: the file does not exist.
+        DataLossError: the file does not have this compression, or is damaged.
+        UnknownError: the system cannot read the file.
+        ImportError: the path is a URL, and fsspec is not installed.
     """
     try:
+        # A stack, since the compressed reader wraps the file and both must close.
         with ExitStack() as stack:
             file = stack.enter_context(_open(path, "rb"))
             packed = _compression_of(path, compression)
@@ -121,6 +125,7 @@ def open_source(path: str, compression: Compression, where: Callable[[], str]) -
                 yield Source(file, _size(file))
     except (EOFError, zlib.error) as error:
         what = "compressed file is damaged"
+        # The position is read when the error occurs.
         raise DataLossError(f"read: {what}: {error} ({where()})") from error
     except FileNotFoundError:
         raise NotFoundError(f"read: no such file ({path})") from None
@@ -129,7 +134,8 @@ def open_source(path: str, compression: Compression, where: Callable[[], str]) -
 
 
 def pass_over(file: IO[bytes], count: int) -> int:
-    """Read so many bytes and forget them; return how many of them are missing."""
+    """Skip `count` bytes; return how many of them are missing."""
+    # By reading, because decompressed streams cannot seek.
     while count:
         passed = len(file.read(min(count, _PIECE)))
         if not passed:
@@ -139,10 +145,10 @@ def pass_over(file: IO[bytes], count: int) -> int:
 
 
 def _open(path: str, mode: str) -> Any:
-    """Open a file, or return what opens the one behind a URL."""
+    """Open a local file; for a URL, return fsspec's `OpenFile`, which opens in `with`."""
     try:
         return fsspec().open(path, mode) if is_url(path) else open(path, mode, _BUFFER)
-    except ValueError as error:  # a name that no file can have
+    except ValueError as error:  # an invalid name, such as one with a zero byte
         raise InvalidArgumentError(f"files: {error} ({path!r})") from error
 
 
@@ -155,44 +161,48 @@ def _compression_of(path: str, compression: Compression) -> str:
 def _size(file: IO[bytes]) -> int | None:
     if not file.seekable():
         return None
+    # By seeking, which files of fsspec also support.
     size = file.seek(0, io.SEEK_END)
     file.seek(0)
     return size
 
 
 class _Unpacked(io.RawIOBase):
-    """The contents of a packed file, as far as it is whole, and then the error.
+    """Decompressed contents of a file up to the first damage, followed by the error.
 
-    The standard library has such a thing for gzip, which keeps what precedes damage for itself.
+    `gzip` of the standard library discards the data before the damage.
     """
 
     def __init__(self, file: IO[bytes], compression: str) -> None:
         self._file = file
         self._bits = _BITS[compression]
         self._unpack = zlib.decompressobj(self._bits)
-        self._packed = b""  # read, but not given to `_unpack` yet
+        self._packed = b""  # read from the file, not yet passed to `_unpack`
 
     def readable(self) -> bool:
         return True
 
     def readinto(self, buffer: Any) -> int:
-        view = memoryview(buffer)[:_BUFFER]  # what is unpacked exists twice for a moment
+        view = memoryview(buffer)[:_BUFFER]  # bounded, because `decompress` returns a second copy
         while not self._unpack.eof or self._next_member():
+            # Unconsumed input first: `decompress` stops at the requested length.
             packed = self._unpack.unconsumed_tail or self._packed or self._file.read(_PIECE)
             self._packed = b""
             data = self._unpack.decompress(packed, len(view))
             if data:
                 view[: len(data)] = data
                 return len(data)
+            # No input is left, but the stream has not ended.
             if not packed and not self._unpack.eof:
-                raise EOFError("it is cut")
+                raise EOFError("it is truncated")
         return 0
 
     def _next_member(self) -> bool:
-        """Begin the next stream of the file; a gzip file may have several, and zeros after them."""
+        """Start the next stream. A gzip file may have several, followed by zeros."""
         rest = self._unpack.unused_data or self._file.read(_PIECE)
         if self._bits != _BITS["GZIP"] and rest:
-            raise zlib.error("there is more after the end")
+            raise zlib.error("data after its end")
+        # Some tools pad gzip files with zeros.
         while rest and not rest.strip(b"\0"):
             rest = self._file.read(_PIECE)
         if rest:
@@ -202,19 +212,20 @@ class _Unpacked(io.RawIOBase):
 
 
 class Sink:
-    """A file to write to, which packs what it gets: the same bytes for the same contents.
+    """A file to write to, with compression. Equal contents give equal bytes.
 
     Args:
-        path: local path or URL; what was there is replaced.
-        compression: how to pack.
+        path: local path or URL; an existing file is replaced.
+        compression: compression of the file.
 
     Raises:
         OSError: the system cannot write there.
-        ImportError: a URL, and fsspec is not installed.
+        ImportError: the path is a URL, and fsspec is not installed.
     """
 
     def __init__(self, path: str, compression: Compression) -> None:
         opened = _open(path, "wb")
+        # `OpenFile.open` instead of `with`, as the sink lives until `close`.
         self._file: Any = opened.open() if is_url(path) else opened
         packed = _compression_of(path, compression)
         self._pack = zlib.compressobj(wbits=_BITS[packed]) if packed else None
@@ -224,13 +235,15 @@ class Sink:
         self._file.write(data if self._pack is None else self._pack.compress(data))
 
     def flush(self) -> None:
-        """Hand everything to the system, so that a reader finds it."""
+        """Pass all data to the system, so that readers see it."""
         if self._pack is not None:
+            # A sync flush ends a block at a byte, so that a reader can decompress all of it.
             self._file.write(self._pack.flush(zlib.Z_SYNC_FLUSH))
         self._file.flush()
 
     def close(self) -> None:
         """Finish and close the file; harmless when repeated."""
+        # A second flush of the compressor would raise.
         if self._file.closed:
             return
         try:

@@ -1,4 +1,4 @@
-"""`maybe_batch` and relatives: batches of filtered elements."""
+"""`maybe_batch` and its variants: batches of filtered elements."""
 
 from __future__ import annotations
 
@@ -8,7 +8,9 @@ from typing import Any, TypeAlias
 import numpy as np
 
 from strategies.input.batching import batch, batch_join, shuffle_batch, shuffle_batch_join
+from strategies.input.pipeline_state import ShardedRows
 from strategies.input.pipelines import Batches, Read
+from strategies.input.sharded import ShardedInput
 
 __all__ = [
     "Keep",
@@ -19,11 +21,13 @@ __all__ = [
 ]
 
 Keep: TypeAlias = Callable[[Any], Any]
-"""Decides what is kept: called with what `read` returned, in the thread that called `read`, it
-returns whether to keep that; or, with `enqueue_many`, one truth value for each of the rows."""
+"""Filter: called with the value of `read`, in the same thread. Returns whether to keep it or, with
+`enqueue_many`, one truth value per row."""
 
 
-def maybe_batch(read: Read, keep: Keep, batch_size: int, **options: Any) -> Batches:
+def maybe_batch(
+    read: Read | ShardedInput[Any], keep: Keep, batch_size: int, **options: Any
+) -> Batches:
     """As `batch`, of the elements that `keep` accepts.
 
     Args:
@@ -43,6 +47,10 @@ def maybe_batch(read: Read, keep: Keep, batch_size: int, **options: Any) -> Batc
         ...     [batch.tolist() for batch in batches]
         [[0, 3], [6, 9]]
     """
+    if isinstance(read, ShardedInput):
+        # The positions to resume from are those of the accepted records.
+        rows = ShardedRows(read, lambda record: bool(_wanted(keep, record, many=False)))
+        return batch(rows, batch_size, **options)
     return batch(_keep(read, keep, options), batch_size, **options)
 
 
@@ -64,20 +72,28 @@ def maybe_shuffle_batch_join(
 
 
 def _keep(read: Read, keep: Keep, options: Mapping[str, Any]) -> Read:
-    """The function that reads on until something is kept."""
+    """Return a function that reads until `keep` accepts something."""
     many = bool(options.get("enqueue_many"))
 
     def read_on() -> Any:
+        # Reads on until something is kept: the queue gets no empty elements.
         while True:
             values = read()
-            wanted = np.asarray(keep(values), bool)
-            if wanted.ndim > 1 or (wanted.ndim == 1 and not many):
-                allowed = "0 or 1 dimensions" if many else "no dimensions: it cannot be a vector"
-                raise ValueError(f"keep: expected {allowed}, got shape {wanted.shape}")
+            wanted = _wanted(keep, values, many=many)
+            # All rows rejected: nothing to enqueue.
             if wanted.any():
                 return values if wanted.ndim == 0 else _rows(values, wanted)
 
     return read_on
+
+
+def _wanted(keep: Keep, values: Any, *, many: bool) -> Any:
+    """Return what `keep` accepts, as an array of truth values."""
+    wanted = np.asarray(keep(values), bool)
+    if wanted.ndim > 1 or (wanted.ndim == 1 and not many):
+        allowed = "0 or 1 dimensions" if many else "no dimensions: it cannot be a vector"
+        raise ValueError(f"keep: expected {allowed}, got shape {wanted.shape}")
+    return wanted
 
 
 def _rows(values: Any, wanted: Any) -> Any:

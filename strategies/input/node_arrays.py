@@ -1,7 +1,7 @@
-"""Datasets in memory once per node: read by one rank, mapped by the others.
+"""Datasets in memory once per node: loaded by one rank, mapped by the others.
 
-The memory has no name in any file system; the ranks of a node reach it through `/proc/<pid>/fd`,
-so that nothing is left behind whatever becomes of the job.
+The memory is an anonymous file (memfd). The other ranks of a node open it through
+`/proc/<pid>/fd`, so the kernel frees it even if the job is killed.
 """
 
 from __future__ import annotations
@@ -22,11 +22,11 @@ from strategies.rpc.wire import is_numeric
 
 __all__ = ["once_per_node"]
 
-_LINE = 64  # bytes at whose multiples arrays begin, as vector instructions and JAX like it
+_LINE = 64  # alignment of arrays in bytes, for vector instructions and JAX
 
 
 class _Place(NamedTuple):
-    """Where one array lies in the memory."""
+    """Position of one array in the memory."""
 
     start: int
     shape: tuple[int, ...]
@@ -38,10 +38,10 @@ class _Place(NamedTuple):
 
 
 def once_per_node(make: Callable[[], Any], comm: cc.Communicator) -> Any:
-    """Make arrays on rank 0, and let every rank see them; a node holds them once.
+    """Make arrays on rank 0 and share them with all ranks, one copy per node.
 
-    As if every rank had called `make`, but that file systems are read by one rank, and that the
-    ranks of a node have the same memory. *Collective*.
+    As if every rank had called `make`, but only rank 0 reads files, and the ranks of a node share
+    memory. *Collective*.
 
     Args:
         make: called on rank 0 only; returns an array, or nested tuples, lists and dicts of arrays
@@ -49,17 +49,17 @@ def once_per_node(make: Callable[[], Any], comm: cc.Communicator) -> Any:
         comm: the ranks.
 
     Returns:
-        The same structure of NumPy arrays that nobody can write to. They live as long as somebody
-        on the node refers to any of them.
+        The same structure of read-only NumPy arrays. The memory is freed when no rank of the node
+        refers to any of them.
 
     Raises:
-        TypeError: something is not an array of numbers; on all ranks.
-        OSError: no memory, or ranks of a node do not reach each other's; on all ranks, on others
-            than the first that it concerns as a RuntimeError.
-        Exception: what `make` has raised; on all ranks.
+        TypeError: a leaf is not an array of numbers; on all ranks.
+        OSError: a node has too little memory, or its ranks cannot map each other's; on the first
+            such rank. All other ranks raise RuntimeError.
+        Exception: the error that `make` raised; on all ranks.
 
-    Cost: a broadcast of all bytes among the first ranks of the nodes. Rank 0 holds what `make` has
-    returned besides, until that is free.
+    Cost: a broadcast of all bytes among the first ranks of the nodes. Rank 0 also holds the arrays
+    that `make` returned until the end of the call.
 
     Example:
         >>> import collectives as cc
@@ -74,30 +74,42 @@ def once_per_node(make: Callable[[], Any], comm: cc.Communicator) -> Any:
     )
     told: Any = comm.broadcast_object((form, _places(found)) if first else None)
     form, places = told
+    # Room for the alignment of each array; at least one byte, as `mmap` of 0 bytes fails.
     total = max(sum(place.nbytes + _LINE for place in places), 1)
+    # Ranks of a node share memory; the leaders of the nodes exchange the bytes.
     node = comm.split(comm.node_rank)
-    leaders = comm.split(comm.local_rank)  # of which only that of the nodes' first ranks is used
+    leaders = comm.split(comm.local_rank)  # only the first ranks of the nodes use theirs
     assert node is not None
     assert leaders is not None
     files: list[int] = []
+
+    def reserve() -> mmap.mmap:
+        files.append(_reserve(total))
+        return mmap.mmap(files[0], total)
+
     with node, leaders:
         try:
             if not node.rank:
-                ranks.run_then_agree("once_per_node", lambda: files.append(_reserve(total)))
-                _fill(mmap.mmap(files[0], total), found, places, leaders)
+                # It may fail on one node only, so all ranks agree before the broadcast.
+                mapped = ranks.run_then_agree("once_per_node", reserve)
+                _fill(mapped, found, places, leaders)
             else:
+                # The other ranks of a node take part in the agreement only.
                 ranks.agree("once_per_node")
+            # After the leader has filled the memory: receiving this message is the signal.
             owner: Any = node.broadcast_object((os.getpid(), *files))
+            # Agreed, so that no rank uses the arrays if the mapping failed on another one.
             shared = ranks.run_then_agree("once_per_node", lambda: _map(owner[0], owner[1], total))
         finally:
-            for file in files:  # which all have mapped by now
+            for file in files:  # all ranks of the node have mapped it, or the call has failed
                 os.close(file)
+    # The views keep the mapping alive, and the mapping keeps the memory.
     views = iter([_view(shared, place) for place in places])
     return map_leaves(lambda _: next(views), form)
 
 
 def _make(make: Callable[[], Any]) -> tuple[Any, list[np.ndarray[Any, Any]]]:
-    """Return the structure, without its arrays, and the arrays."""
+    """Return the structure without its arrays, and the arrays."""
     value = make()
     found = [np.asarray(leaf) for leaf in leaves(value)]
     for array in found:
@@ -106,6 +118,7 @@ def _make(make: Callable[[], Any]) -> tuple[Any, list[np.ndarray[Any, Any]]]:
                 f"once_per_node: expected arrays of numbers, got {array.dtype} of shape "
                 f"{array.shape}"
             )
+    # A number instead of each array: the structure travels by pickle.
     return map_leaves(lambda _: 0, value), found
 
 
@@ -113,13 +126,16 @@ def _places(found: list[np.ndarray[Any, Any]]) -> list[_Place]:
     places, start = [], 0
     for array in found:
         places.append(_Place(start, array.shape, array.dtype))
+        # Rounded up to the next line, so that each array starts aligned.
         start += -(-array.nbytes // _LINE) * _LINE
     return places
 
 
 def _reserve(nbytes: int) -> int:
-    """Return a file in memory of this length, all of which is there."""
-    # The system would take pages until it ends processes, and not say that there are too few.
+    """Return a file descriptor of `nbytes` bytes of allocated memory.
+
+    Without the check, Linux would hand out pages until the out-of-memory killer ends processes.
+    """
     free = _available()
     if free is not None and nbytes > free:
         raise OSError(
@@ -127,6 +143,7 @@ def _reserve(nbytes: int) -> int:
             f"once_per_node: not enough memory on this node, expected {nbytes} bytes, got {free}",
         )
     file = os.memfd_create("unisono")
+    # Allocates all pages now: a later write cannot fail for lack of memory.
     try:
         os.posix_fallocate(file, 0, nbytes)
     except OSError:
@@ -136,7 +153,7 @@ def _reserve(nbytes: int) -> int:
 
 
 def _available() -> int | None:
-    """Return how many bytes of memory the node has free, or can free; None where nobody says."""
+    """Return how many bytes of memory the node has available; None if unknown."""
     try:
         lines = Path("/proc/meminfo").read_text().splitlines()
     except OSError:
@@ -151,16 +168,18 @@ def _fill(
     places: list[_Place],
     leaders: cc.Communicator,
 ) -> None:
-    """Write rank 0's arrays on the first rank of each node; *collective* over these."""
+    """Write rank 0's arrays on the first rank of each node; *collective* over `leaders`."""
     memory = np.frombuffer(mapped, np.uint8)
-    for array, place in zip(found, places, strict=False):  # elsewhere there are none
+    for array, place in zip(found, places, strict=False):  # `found` is empty except on rank 0
         _view(memory, place)[...] = array
+    # Bytes instead of arrays: one broadcast for all of them.
     leaders.broadcast(memory, out=memory)
 
 
 def _map(process: int, number: int, nbytes: int) -> np.ndarray[Any, Any]:
     file = os.open(f"/proc/{process}/fd/{number}", os.O_RDONLY)
     try:
+        # Read only, so that a rank cannot change the data of others.
         return np.frombuffer(mmap.mmap(file, nbytes, prot=mmap.PROT_READ), np.uint8)
     finally:
         os.close(file)

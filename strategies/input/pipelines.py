@@ -1,11 +1,11 @@
-"""Whole input pipelines: reader threads, a shuffling queue, and batches.
+"""Input pipelines: reader threads, a queue of rows, and batches.
 
 ::
 
     runners --> read() in threads --> rows (FIFO or shuffled) --> batch thread --> ready --> for
 
-All threads share one coordinator, so that the end of the `with` block, or an exception in any of
-them, stops all. The ready queue holds a few batches, so that the consumer rarely waits.
+All threads share one coordinator, so the end of the `with` block, or an exception in one thread,
+stops all of them. The ready queue holds a few batches, so that the consumer rarely waits.
 """
 
 from __future__ import annotations
@@ -35,12 +35,12 @@ _log = logging.getLogger(__name__)
 
 Read: TypeAlias = Callable[[], Any]
 
-_READY_BATCHES = 4  # batches made ahead of the consumer: enough to hide a read that takes longer
-_STOP_SECONDS = 10.0  # threads end in milliseconds unless `read` itself blocks
+_READY_BATCHES = 4  # batches prepared ahead of the consumer, to hide a slow read
+_STOP_SECONDS = 10.0  # threads end in milliseconds unless `read` blocks
 
 
 class BatchOptions(TypedDict, total=False):
-    """What all pipelines take; see `batch`."""
+    """Options of all pipelines; see `batch`."""
 
     enqueue_many: bool
     allow_smaller_final_batch: bool
@@ -49,17 +49,17 @@ class BatchOptions(TypedDict, total=False):
 
 
 class Batches:
-    """An iterable of batches, and the threads that make them; made by `batch` and its relatives.
+    """An iterable of batches, with the threads that make them; returned by `batch` and variants.
 
-    Open it with `with`; the threads run inside the block. The iteration ends after the last batch,
-    and raises the exception of a thread, with its traceback, if there was one.
+    Open it with `with`; the threads run inside the block. The iteration ends after the last batch.
+    If a thread failed, it raises the thread's exception with its traceback.
 
-    An epoch that has too few rows for one batch, and gives none, is logged as a warning.
+    If an input ends before its first batch is full, a warning is logged.
 
     Attributes:
-        rows_read: rows that came out of `read` so far.
-        rows_skipped: damaged records that were left out, and damaged rests of files.
-        wait_seconds: time that the consumer has waited for batches, in seconds.
+        rows_read: rows returned by `read` so far.
+        rows_skipped: skipped records: damaged ones, and damaged rests of files.
+        wait_seconds: seconds that the consumer has waited for batches.
     """
 
     def __init__(
@@ -77,9 +77,10 @@ class Batches:
         integer("batch", "batch_size", batch_size)
         if not reads:
             raise ValueError("batch: expected at least one function that reads, got none")
+        # Different functions: a shared one would break the order of turns.
         if turns is not None and not turns.count == len(reads) == len({id(read) for read in reads}):
             raise ValueError(
-                f"batch: turns are for different functions, expected {turns.count}, got "
+                f"batch: turns need different functions, expected {turns.count}, got "
                 f"{len({id(read) for read in reads})} in {len(reads)} threads"
             )
         self.rows_read = self.rows_skipped = 0
@@ -91,6 +92,7 @@ class Batches:
         self._smaller = allow_smaller_final_batch
         self._runners = runners
         self._lock = threading.Lock()
+        # One coordinator for all threads, so that an error anywhere ends all of them.
         self._coord = Coordinator()
         self._threads: list[threading.Thread] = []
         self._ready: FIFOQueue | None = None
@@ -100,19 +102,21 @@ class Batches:
         )
         self._turns = turns
         self._sharded = reads[0] if isinstance(reads[0], ShardedRows) else None
-        self._skip = 0  # batches that an earlier run has taken
-        self._gave = False  # a batch, or the warning that there is none
+        self._skip = 0  # batches to discard, because an earlier run has taken them
+        self._gave = False  # whether a batch was returned or the warning logged
         self._raised: BaseException | None = None
 
     def __enter__(self) -> Batches:
+        # The queues are closed at the end, so a second opening would find no rows.
         if self._ready is not None or self._closed:
             raise RuntimeError("batch: a pipeline can be opened only once")
         try:
             self._start()
         except BaseException as error:
-            # A thread that feeds `read` may be the cause.
+            # A runner's thread that feeds `read` may be the cause.
             self._raised = self._coord.error or error
             self.close()
+            # `from None`: `_raised` has its own traceback.
             raise self._raised from None
         return self
 
@@ -123,12 +127,12 @@ class Batches:
         return self
 
     def __next__(self) -> Any:
-        """Return the next batch, in the form of what `read` returns.
+        """Return the next batch, in the structure that `read` returns.
 
         Raises:
             StopIteration: after the last batch, or after the end of the block.
-            RuntimeError: not opened.
-            BaseException: what a thread has raised.
+            RuntimeError: the pipeline is not open.
+            BaseException: the exception of a thread.
         """
         if self._closed:
             raise StopIteration
@@ -136,7 +140,9 @@ class Batches:
             raise RuntimeError("batch: the pipeline is not open, use it in a `with` statement")
         began = time.perf_counter()
         try:
+            # An error of a thread comes before batches that are still in the queue.
             self._raise_error()
+            # Discarded here and not while reading: the batch thread forms the same batches again.
             while self._skip:
                 self._ready.dequeue()
                 self._skip -= 1
@@ -145,9 +151,11 @@ class Batches:
             self._gave = True
             self._counted.taken += 1
             if self._sharded is not None:
+                # The rows of this batch were read first, so their positions are the oldest.
                 self._sharded.take(len(_parts(batch)[0]))
             return batch
         except OutOfRangeError:
+            # The queue is closed at the end of the input, and also when a thread has failed.
             self._raise_error()
             self._warn_of_nothing()
             raise StopIteration from None
@@ -155,40 +163,40 @@ class Batches:
             self.wait_seconds += time.perf_counter() - began
 
     def state(self, comm: cc.Communicator | None = None) -> dict[str, Any]:
-        """Return how far the batches have been taken; *collective*.
+        """Return the position in the batches; *collective*.
 
         Args:
-            comm: the ranks, each of which has such a pipeline; None for one rank.
+            comm: the ranks, each with its own pipeline; None for one rank.
 
         Returns:
-            What JSON can carry; the same on all ranks.
+            A dict that JSON can represent; the same on all ranks.
 
         Raises:
-            FailedPreconditionError: another time the batches may come in another order: several
-                threads read without turns, or rows are shuffled without a seed.
+            FailedPreconditionError: the order of the batches is not repeatable: several threads
+                read without turns, or rows are shuffled without a seed.
         """
         if self._sharded is not None:
             return self._sharded.state(comm)
         return self._counted.state(comm)
 
     def resume(self, state: Mapping[str, Any], comm: cc.Communicator | None = None) -> None:
-        """Go on after the batches that were taken when a state was made.
+        """Continue after the batches that were taken when `state` was saved.
 
-        The next batches are those that an undisturbed run has there. What comes before them is read
-        and passed over, but of a `ShardedInput`, which goes on where it was, with any number of
-        ranks.
+        The next batches are the same as in an uninterrupted run. Earlier batches are read and
+        discarded. A `ShardedInput` continues at its saved position, with any number of ranks.
 
         Args:
-            state: of a pipeline that was made in the same way.
+            state: state of a pipeline with the same arguments.
             comm: the ranks.
 
         Raises:
-            InvalidArgumentError: the state is not one of such a pipeline, or of another number of
-                ranks or of threads that read.
-            FailedPreconditionError: later batches have been taken, or, of a `ShardedInput`, the
-                pipeline is open.
+            InvalidArgumentError: the state is from another kind of pipeline, or another number of
+                ranks or reader threads.
+            FailedPreconditionError: more batches have been taken already, or the pipeline reads a
+                `ShardedInput` and is open.
         """
         if self._sharded is not None:
+            # Its threads have read ahead of the new position.
             if self._ready is not None:
                 raise FailedPreconditionError(
                     "batch: the pipeline is open, expected resume before its `with` statement"
@@ -199,8 +207,9 @@ class Batches:
         if batches < self._counted.taken:
             raise FailedPreconditionError(
                 f"batch: expected at most {batches} batches taken before, got "
-                f"{self._counted.taken}. Make the pipeline anew"
+                f"{self._counted.taken}. Make a new pipeline"
             )
+        # Only the difference is skipped, if the program has taken some batches already.
         self._skip = batches - self._counted.taken
         self._counted.taken = batches
 
@@ -208,14 +217,16 @@ class Batches:
         """Stop all threads and wait for their end; harmless when repeated.
 
         Raises:
-            RuntimeError: a thread does not end, because `read` is blocked.
+            RuntimeError: a thread does not end, because `read` blocks.
         """
         if self._closed:
             return
         self._closed = True
+        # An error from before this request belongs to a thread.
         error = self._coord.error
         self._coord.request_stop()
         try:
+            # Live threads are reported below, with a better message.
             self._coord.join(stop_grace_period_secs=_STOP_SECONDS, ignore_live_threads=True)
         except BaseException as raised:
             if raised is not error and raised is not self._coord.error:
@@ -224,11 +235,11 @@ class Batches:
         alive = [thread.name for thread in self._threads if thread.is_alive()]
         if alive:
             raise RuntimeError(
-                f"batch: threads are still running {_STOP_SECONDS} s after they were told to stop; "
+                f"batch: threads are still running {_STOP_SECONDS} s after the request to stop; "
                 f"does `read` block (threads: {' '.join(alive)})"
             )
         if error is not None and error is not self._raised:
-            # It concerns rows that nobody has asked for.
+            # The consumer did not take these rows, so a warning is enough.
             _log.warning("batch: a thread had failed when the pipeline was closed", exc_info=error)
 
     def count_skipped(self, records: int) -> None:
@@ -237,14 +248,17 @@ class Batches:
             self.rows_skipped += records
 
     def _start(self) -> None:
+        # The first read below may take names from the queues of these runners.
         self._threads += start_queue_runners(self._runners, self._coord)
-        # Without a graph, only a first element tells the dtypes and shapes of the queue.
+        # Without a graph, dtypes and shapes of the queue are known only after a first element.
         first, reads = self._first()
         if not reads:
             self._ready = FIFOQueue(1, np.float64)
+            # No reader has any rows: the iteration ends at once.
             self._ready.close()
             return
         rows = self._make_queue(*_description(first, self._many))
+        # Without shapes, because the final batch may be smaller.
         ready = FIFOQueue(_READY_BATCHES, rows.dtypes, names=rows.names, name=f"{rows.name}_ready")
         enqueue = rows.enqueue_many if self._many else rows.enqueue
         dequeue = rows.dequeue_up_to if self._smaller else rows.dequeue_many
@@ -252,6 +266,7 @@ class Batches:
 
         def filler(place: int, waiting: list[Any]) -> Callable[[], None]:
             def read() -> Any:
+                # The element that was read for its dtype is enqueued once, by its own thread.
                 return waiting.pop() if waiting else self._count(self._reads[place]())
 
             if turns is not None:
@@ -259,13 +274,15 @@ class Batches:
             return lambda: enqueue(read())
 
         def cancel() -> None:
+            # Turns first: threads that wait for their turn would not see that the queue is closed.
             if turns is not None:
                 turns.stop()
             rows.close(cancel_pending_enqueues=True)
 
-        # What was read to learn the dtypes is the first thing that its thread enqueues.
+        # The element read to determine the dtypes is the first one that its thread enqueues.
         others = [filler(place, []) for place in reads[1:]]
         if turns is not None:
+            # After the first read, which happened without turns in this thread.
             turns.begin()
         runners = [
             QueueRunner(rows, [filler(reads[0], [first]), *others], cancel_op=cancel),
@@ -275,31 +292,33 @@ class Batches:
         self._threads += start_queue_runners(runners, self._coord)
 
     def _first(self) -> tuple[Any, Sequence[int]]:
-        """Read until there are rows; returns them, and which functions have not ended by then.
+        """Read until there are rows; return them and the functions that have not ended.
 
-        The first of these is the one that the rows came from.
+        The rows are from the first of these functions.
         """
         for place, read in enumerate(self._reads):
             try:
-                # All records of a read may have been damaged. A column of text without a row does
-                # not say that it is one.
+                # All records of a read may be damaged. An empty column of text would also give the
+                # queue a wrong dtype.
                 while not _rows_of(first := self._count(read()), self._many):
                     pass
                 return first, range(place, len(self._reads))
             except OutOfRangeError:
                 if self._turns is not None:
+                    # Leaves the round, as no thread will take turns for it.
                     self._turns.leave(place)
                 self._raise_error()
         return None, ()
 
     def _count(self, values: Any) -> Any:
         rows = _rows_of(values, self._many)
+        # Several threads count.
         with self._lock:
             self.rows_read += rows
         return values
 
     def _warn_of_nothing(self) -> None:
-        """Say once that rows were read and none came out, which a loop would not notice."""
+        """Warn once if rows were read but returned no batch, because a loop would just end."""
         if self.rows_read and not self._gave:
             self._gave = True
             _log.warning(
@@ -316,12 +335,12 @@ class Batches:
 
 
 def _rows_of(values: Any, many: bool) -> int:
-    """How many rows a call of `read` has returned."""
+    """Return how many rows a call of `read` has returned."""
     return len(_parts(values)[0]) if many else 1
 
 
 def _description(values: Any, many: bool) -> tuple[list[Any], list[Any], list[str] | None]:
-    """Dtypes, shapes and names of a queue for elements like this one."""
+    """Return dtypes, shapes and names of a queue for elements like this one."""
     names = list(values) if isinstance(values, Mapping) else None
     parts = _parts(values)
     shapes = [np.shape(part)[1:] if many else np.shape(part) for part in parts]
@@ -329,6 +348,6 @@ def _description(values: Any, many: bool) -> tuple[list[Any], list[Any], list[st
 
 
 def _parts(values: Any) -> Sequence[Any]:
-    """The components of an element, or of several rows."""
+    """Return the components of an element, or of several rows."""
     listed = list(values.values()) if isinstance(values, Mapping) else values
     return listed if isinstance(listed, (list, tuple)) else [listed]

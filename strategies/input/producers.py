@@ -1,7 +1,7 @@
 """Input producers: file names, ranges or arrays, epoch after epoch.
 
-`preload` is a function that returns the next elements of data in memory. A producer is a queue and
-a thread that fills it from such a function, for several readers to share.
+`preload` returns a function that returns the next rows of data in memory. A producer is a queue and
+a thread that fills it from such a function, so that several readers can share it.
 """
 
 from __future__ import annotations
@@ -20,6 +20,7 @@ from strategies.errors import OutOfRangeError
 from strategies.input.node_arrays import once_per_node
 from strategies.input.runners import QueueRunner
 from strategies.queues.dtypes import dtype_of
+from strategies.queues.queue import check_capacity
 from strategies.queues.queue_types import FIFOQueue
 from strategies.queues.shared_files import shared_range
 from strategies.queues.store import Array
@@ -41,19 +42,19 @@ __all__ = [
 
 Result = TypeVar("Result")
 
-_SHARED_ROWS = 16  # of other tasks, too, at a time: few, so that none takes all that is left
-_ROWS = 256  # rows that a producer enqueues at a time: enough that the work per call is little
+_SHARED_ROWS = 16  # rows taken at a time when tasks share: few, so that no task takes all the rest
+_ROWS = 256  # rows that a producer enqueues at a time, so that the overhead per call is small
 
 
 class Producer(NamedTuple):
-    """A queue and the runner whose thread fills it; start the runner to get anything."""
+    """A queue and the runner whose thread fills it. The queue stays empty until you start it."""
 
     queue: FIFOQueue
     runner: QueueRunner
 
 
 class ProducerOptions(TypedDict, total=False):
-    """The options of all producers; see `input_producer`."""
+    """Options of all producers; see `input_producer`."""
 
     num_epochs: int | None
     shuffle: bool
@@ -66,10 +67,10 @@ class ProducerOptions(TypedDict, total=False):
 
 
 def limit_epochs(function: Callable[[], Result], num_epochs: int | None) -> Callable[[], Result]:
-    """Return the function, which after so many calls raises `OutOfRangeError` instead.
+    """Wrap `function` so that it raises `OutOfRangeError` after `num_epochs` calls.
 
     Args:
-        function: to be called, by any thread.
+        function: function to call, from any thread.
         num_epochs: number of calls; None for no limit.
 
     Raises:
@@ -78,6 +79,7 @@ def limit_epochs(function: Callable[[], Result], num_epochs: int | None) -> Call
     if num_epochs is None:
         return function
     integer("limit_epochs", "num_epochs", num_epochs)
+    # Threads may share the function.
     lock = threading.Lock()
     left = num_epochs
 
@@ -87,6 +89,7 @@ def limit_epochs(function: Callable[[], Result], num_epochs: int | None) -> Call
             if not left:
                 raise OutOfRangeError(f"limit_epochs: {num_epochs} epochs are over")
             left -= 1
+        # Outside of the lock, since the function may take long.
         return function()
 
     return limited
@@ -101,21 +104,22 @@ def preload(
     seed: int | None = None,
     comm: cc.Communicator | None = None,
 ) -> Callable[[], Any]:
-    """Copy data that fits in memory, and return a function that returns the next of its rows.
+    """Copy data into memory and return a function that returns its next rows.
 
-    The function is what `batch` and its relatives read from. Any thread may call it; each row comes
-    once per epoch.
+    Pass the function to `batch` and its variants. Any thread may call it. It returns each row once
+    per epoch.
 
     Args:
         values: an array of shape (n, ...), or a tuple or dict of such arrays with the same n.
-        rows: how many rows to return at a time, fewer at the end of an epoch: a number for
-            `enqueue_many=True`; None for a single one without a dimension that counts rows.
-        num_epochs: after so many the function raises `OutOfRangeError`; None to go on for ever.
-        shuffle: whether to shuffle the rows anew in each epoch; epochs are never mixed.
-        seed: of the shuffling; None for a different order each time.
-        comm: ranks that hold the data once on each node. `values` is then a function that returns
-            it, which is called on rank 0 only; see `once_per_node`. *Collective*. Each rank has all
-            rows, in an order of its own.
+        rows: number of rows per call, for `enqueue_many=True`; the last call of an epoch may return
+            fewer. None returns single rows, without the dimension of rows.
+        num_epochs: number of epochs before the function raises `OutOfRangeError`; None repeats
+            forever.
+        shuffle: whether to reshuffle the rows in each epoch; epochs are never mixed.
+        seed: seed of the shuffling; None for a different order each time.
+        comm: ranks that keep the data once per node. `values` is then a function that returns it
+            and is called on rank 0 only; see `once_per_node`. *Collective*. Each rank returns all
+            rows, in its own order.
 
     Raises:
         ValueError: no rows, different numbers of rows, `rows` or `num_epochs` below 1, or `seed`
@@ -140,16 +144,18 @@ def preload(
     if comm is None:
         check()
     else:
+        # Checked on all ranks before `values` is called on rank 0.
         ProcessGroup(comm).run_then_agree(
             "preload", check
-        )  # else the others would go on without this rank
+        )  # otherwise the other ranks would wait in once_per_node
     parts, form = _unpack(values if comm is None else once_per_node(values, comm))
     if comm is None:
-        # The caller may go on to change its arrays while another thread reads.
+        # The caller may change its arrays later, while another thread reads.
         parts = [part.copy() for part in parts]
     for part in parts:
-        part.setflags(write=False)  # a single row is a view
+        part.setflags(write=False)  # because a single row is a view
     count = len(parts[0])
+    # Each rank has its own generator: with the same seed the orders are equal.
     generator = np.random.default_rng(seed)
     lock = threading.Lock()
 
@@ -157,15 +163,18 @@ def preload(
         return generator.permutation(count) if shuffle else np.arange(count)
 
     next_epoch = limit_epochs(order, num_epochs)
+    # An empty epoch, so that the first call starts one.
     places, at = np.empty(0, np.int64), 0
 
     def read() -> Any:
         nonlocal places, at
         with lock:
+            # Counting and choosing under the lock: each row is returned once.
             if at >= len(places):
                 places, at = next_epoch(), 0
             chosen: Any = places[at] if rows is None else places[at : at + rows]
             at += rows or 1
+        # Copying outside of the lock, so that threads copy in parallel.
         return form([part[chosen] for part in parts])
 
     return read
@@ -183,47 +192,54 @@ def input_producer(
     shared_name: str | None = None,
     task: int | str | None = None,
 ) -> Producer:
-    """Offer the rows of an array in a queue, all of them in each epoch.
+    """Enqueue the rows of an array, all of them in each epoch.
 
     Args:
         values: as for `preload`; several arrays become the components of the queue.
-        num_epochs: after so many epochs the queue is closed; None to go on for ever.
-        shuffle: whether to shuffle the rows anew in each epoch; epochs are never mixed.
-        seed: of the shuffling; None for a different order each time.
-        capacity: of the queue.
-        name: of the queue.
-        service: of tasks that share the rows: each row of an epoch comes on one of them. All give
-            the same values and options. Only numbers of rows travel; each task takes a few at a
-            time into a queue of its own, and those that are in there are lost if it dies.
-        shared_name: by which they share them; with `service`.
-        task: where the line of numbers is, as for `shared_queue`.
+        num_epochs: number of epochs before the queue is closed; None repeats forever.
+        shuffle: whether to reshuffle the rows in each epoch; epochs are never mixed.
+        seed: seed of the shuffling; None for a different order each time.
+        capacity: capacity of the queue in rows; negative for no limit, which needs `num_epochs`.
+        name: name of the queue.
+        service: tasks that share the rows: each row of an epoch is returned on one task. All tasks
+            pass the same values and options. Only row numbers are sent. Each task takes a few at a
+            time into its own queue; if the task dies, the rows in it are lost.
+        shared_name: name under which the tasks share; requires `service`.
+        task: task that holds the queue of row numbers, as for `shared_queue`.
 
     Returns:
         The queue and its runner.
 
     Raises:
-        ValueError: as for `preload`; `service` without `shared_name` or the other way round.
-        InvalidArgumentError: another task meant another number of rows, rows of other names, dtypes
-            or shapes, or other options.
+        ValueError: as for `preload`; only one of `service` and `shared_name`; a capacity of 0; or
+            neither `num_epochs` nor a capacity.
+        InvalidArgumentError: another task passed another number of rows, other names, dtypes or
+            shapes, or other options.
         UnavailableError: the task cannot be reached.
     """
+    check_capacity(name, capacity, endless=num_epochs is None)
+    # For the description of the queue; the rows are copied by the reader below.
     parts, form = _unpack(values)
     if service is None and shared_name is None:
         read = preload(values, rows=_ROWS, num_epochs=num_epochs, shuffle=shuffle, seed=seed)
     elif service is None or shared_name is None:
         raise ValueError(
-            f"{name}: rows are shared by a service and a name, got {service} and {shared_name!r}"
+            f"{name}: expected both service and shared_name or neither, got {service} and "
+            f"{shared_name!r}"
         )
     else:
         line = shared_range(
             len(parts[0]), service=service, shared_name=shared_name, task=task,
             num_epochs=num_epochs, shuffle=shuffle, seed=seed, rows=_words(values, parts),
         )  # fmt: skip
-        read = _of_line(line, parts, form, min(_SHARED_ROWS, capacity))
+        # At most the capacity, otherwise `enqueue_many` of them would block half way.
+        most = _SHARED_ROWS if capacity < 0 else min(_SHARED_ROWS, capacity)
+        read = _of_line(line, parts, form, most)
     queue = FIFOQueue(
         capacity,
         [dtype_of(part) for part in parts],
         [part.shape[1:] for part in parts],
+        # Names of a dict become names of the components.
         names=list(values) if isinstance(values, Mapping) else None,
         name=name,
     )
@@ -231,7 +247,7 @@ def input_producer(
 
 
 def _words(values: Any, parts: list[Array]) -> list[str]:
-    """Return name, dtype and shape of each array's rows."""
+    """Return name, dtype and shape of the rows of each array, as text."""
     names = list(values) if isinstance(values, Mapping) else [""] * len(parts)
     described = zip(names, parts, strict=True)
     return [f"{name} {part.dtype} {part.shape[1:]}".lstrip() for name, part in described]
@@ -240,7 +256,8 @@ def _words(values: Any, parts: list[Array]) -> list[str]:
 def _of_line(
     line: FIFOQueue, parts: list[Array], form: Callable[[list[Any]], Any], most: int
 ) -> Callable[[], Any]:
-    """Return a function that returns rows whose numbers it takes from a line."""
+    """Return a function that takes row numbers from a queue and returns these rows."""
+    # Copies, because the thread reads them while the caller may change its arrays.
     parts = [part.copy() for part in parts]
 
     def read() -> Any:
@@ -251,10 +268,10 @@ def _of_line(
 
 
 def string_input_producer(strings: Sequence[str], **options: Unpack[ProducerOptions]) -> Producer:
-    """Offer the strings, usually file names, in a queue, all of them in each epoch.
+    """Enqueue the strings, usually file names, once per epoch.
 
     Args:
-        strings: what an epoch consists of.
+        strings: the elements of an epoch.
         **options: as for `input_producer`.
 
     Returns:
@@ -273,17 +290,17 @@ def string_input_producer(strings: Sequence[str], **options: Unpack[ProducerOpti
 
 
 def range_input_producer(limit: int, **options: Unpack[ProducerOptions]) -> Producer:
-    """Offer the int64 numbers from 0 to `limit` - 1 in a queue; see `input_producer`."""
+    """Enqueue the int64 numbers from 0 to `limit` - 1; see `input_producer`."""
     integer("range_input_producer", "limit", limit)
     options.setdefault("name", "range_input_producer")
     return input_producer(np.arange(limit), **options)
 
 
 def slice_input_producer(arrays: Sequence[Any], **options: Unpack[ProducerOptions]) -> Producer:
-    """Offer rows that belong together, one of each array, in a queue; see `input_producer`.
+    """Enqueue tuples of one row of each array; see `input_producer`.
 
     Args:
-        arrays: with the same number of rows.
+        arrays: arrays with the same number of rows.
         **options: as for `input_producer`.
 
     Raises:
@@ -294,7 +311,7 @@ def slice_input_producer(arrays: Sequence[Any], **options: Unpack[ProducerOption
 
 
 def _unpack(values: Any) -> tuple[list[Array], Callable[[list[Any]], Any]]:
-    """The arrays, and the function that puts a row of each into the form of `values`."""
+    """Return the arrays, and a function that arranges a row of each like `values`."""
     form: Callable[[list[Any]], Any]
     if isinstance(values, Mapping):
         names, listed = list(values), list(values.values())
@@ -305,9 +322,11 @@ def _unpack(values: Any) -> tuple[list[Array], Callable[[list[Any]], Any]]:
         listed, form = [values], operator.itemgetter(0)
     parts = [np.asarray(part) for part in listed]
     counts = {part.shape[:1] for part in parts}
+    # A scalar has no rows, and 0 rows would loop for ever.
     if len(counts) != 1 or counts & {(), (0,)}:
         raise ValueError(
             "preload: expected arrays with the same number of rows, at least one, "
             f"got shapes {[part.shape for part in parts]}"
         )
+    # Queues hold text as objects.
     return [part.astype(object) if part.dtype.kind in "US" else part for part in parts], form

@@ -1,7 +1,7 @@
 """Base of all readers: files from a queue, counters, errors and position.
 
-A reader of a format is a generator of (key, value) pairs for one file, inside this bookkeeping. A
-key names the record for people, such as `data/train-0.csv:17`.
+A subclass provides a generator of (key, value) pairs for one file. The key identifies the record
+for people, such as `data/train-0.csv:17`.
 """
 
 from __future__ import annotations
@@ -29,32 +29,33 @@ Damage = Literal["raise", "skip"]
 
 
 class Reader(ABC, Generic[Value]):
-    """Records of the files whose names come from a queue.
+    """Reads the records of files whose names it takes from a queue.
 
-    Several threads may read from one reader; their reads are done one after the other. To read
-    files side by side, give each thread a reader of its own and all the same queue.
+    Several threads may share a reader; their reads are serialized. To read files in parallel, give
+    each thread its own reader and the same queue.
 
-    A file that is missing or damaged is an error of the read that meets it. The rest of that file
-    is given up, and the next read goes on with the next file. Used with `with`, or by `reset`, a
-    reader closes the file that is open.
+    If a file is missing or damaged, the read that finds it raises. The rest of the file is skipped,
+    and the next read continues with the next file. Leaving the `with` block, or `reset`, closes the
+    open file.
 
     Args:
-        on_damage: what to do about damaged data: "raise" `DataLossError`; or "skip" the record, or
-            the rest of the file where no next record can be found, log the first of each file and
-            count it. A missing file is always an error.
+        on_damage: handling of damaged data: "raise" `DataLossError`; or "skip" the record, or the
+            rest of the file if the next record cannot be found. Skipping logs the first of each
+            file and counts all of them. A missing file is always an error.
 
     Raises:
-        ValueError: `on_damage` is neither.
+        ValueError: `on_damage` is unknown.
     """
 
     def __init__(self, *, on_damage: Damage = "raise") -> None:
         choice(type(self).__name__, "on_damage", on_damage, Damage)
-        # A read holds the turn from beginning to end, also while it waits for the queue. The state
-        # is only held while there is something to do, so that `reset` never waits for a queue.
+        # A read holds `_turn` from beginning to end, also while it waits for the queue. It holds
+        # `_state` only while it works on the file, so that `reset` never waits for a queue.
         self._turn = threading.Lock()
         self._state = threading.Lock()
         self._skips = on_damage == "skip"
         self._produced = self._completed = self._skipped = 0
+        # No file: the first read takes one from the queue.
         self._begin(None)
 
     def __enter__(self: Own) -> Own:
@@ -65,13 +66,13 @@ class Reader(ABC, Generic[Value]):
 
     @abstractmethod
     def _open(self, work: str) -> Records[Value]:
-        """The records of one file; it is closed when the generator ends or is closed."""
+        """Return the records of one file; the file is closed with the generator."""
 
     def read(self, queue: Queue) -> tuple[str, Value]:
-        """Return the next record, from the next file if one has ended.
+        """Return the next record, from the next file if the current one has ended.
 
         Args:
-            queue: of file names; asked only when no file is open.
+            queue: queue of file names; used only when no file is open.
 
         Returns:
             Key and value.
@@ -79,7 +80,7 @@ class Reader(ABC, Generic[Value]):
         Raises:
             OutOfRangeError: no file is open, and the queue is closed and empty.
             NotFoundError: the next file does not exist; its name is consumed.
-            DataLossError: the file is damaged here.
+            DataLossError: the file is damaged at this record.
             InvalidArgumentError: the queue does not hold single strings.
         """
         keys, values = self.read_up_to(queue, 1)
@@ -89,24 +90,26 @@ class Reader(ABC, Generic[Value]):
         """Return the next 1 to `count` records, all of one file.
 
         Args:
-            queue: of file names; asked only when no file is open.
-            count: most records to return, at least 1.
+            queue: queue of file names; used only when no file is open.
+            count: maximum number of records, at least 1.
 
         Returns:
-            Keys and values, as many of each.
+            Keys, and the same number of values.
 
         Raises:
             ValueError: a count below 1.
-            OpError: as `read`. What precedes a damaged record is returned first, the error comes
-                with the next read.
+            OpError: as `read`. Records before a damaged one are returned first; the next read
+                raises the error.
         """
         if count < 1:
             raise ValueError(f"read_up_to: count must be at least 1, got {count}")
+        # Checked in each call, because a reader may read from several queues.
         if queue.dtypes != (str,) or queue.names or queue.shapes not in (None, ((),)):
             raise InvalidArgumentError(
                 "read: the queue must have exactly one component, a single string, "
                 f"got dtypes {queue.dtypes} with shapes {queue.shapes} (queue: {queue.name})"
             )
+        # For the whole read: records of one file are returned to one caller at a time.
         with self._turn:
             while True:
                 with self._state:
@@ -124,13 +127,14 @@ class Reader(ABC, Generic[Value]):
                     self._begin(work)
 
     def num_records_produced(self) -> int:
-        """Return the number of records since the beginning or the last reset."""
+        """Return the number of records since the start or the last reset."""
         return self._produced
 
     def num_work_units_completed(self) -> int:
-        """Return the number of files whose end was met, by the read after the last record.
+        """Return the number of files that were read to their end.
 
-        Files whose rest was skipped as damaged are counted, too.
+        Files whose damaged rest was skipped count as well. A file counts with the first read after
+        its last record.
         """
         return self._completed
 
@@ -139,20 +143,20 @@ class Reader(ABC, Generic[Value]):
         return self._skipped
 
     def reset(self) -> None:
-        """Close the open file, forget its position and set the counters to 0."""
+        """Close the open file, discard its position and set the counters to 0."""
         with self._state:
             self._produced = self._completed = self._skipped = 0
             self._drop()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the position and the counters, to be kept in a checkpoint between two reads.
+        """Return the position and the counters, for a checkpoint between two reads.
 
-        The names that are still in the queue are not part of it.
+        The file names in the queue are not included.
 
         Returns:
-            Numbers and strings only: `reader` (class), `work` (name of the open file or None),
-            `records` returned of it, and totals up to the beginning of that file or, for
-            `produced`, up to now.
+            Numbers and strings only: `reader` (class), `work` (name of the open file or None) and
+            `records` returned from it. Totals count up to the start of that file; `produced` counts
+            up to now.
         """
         with self._state:
             return {
@@ -161,18 +165,21 @@ class Reader(ABC, Generic[Value]):
                 "records": self._returned,
                 "produced": self._produced,
                 "completed": self._completed,
+                # Counted up to the start of the file, because reading it again repeats its skips.
                 "skipped": self._skipped_before,
             }
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
-        """Go on where `state_dict` was called; the file is opened by the next read.
+        """Continue at the position of a state; the next read opens the file.
 
-        Costs: the records of the open file that were returned already are read again.
+        Cost: the next read reads and discards the records of the open file that were returned
+        before.
 
         Raises:
-            InvalidArgumentError: this is not the state of such a reader; the reader is then reset.
+            InvalidArgumentError: the state is not from a reader of this class; it is then reset.
         """
         self.reset()
+        # The state may be from a damaged file, so its form is checked completely.
         values = dict(state) if isinstance(state, Mapping) else {}
         names = ("records", "produced", "completed", "skipped")
         counts: list[Any] = [values.get(name) for name in names]
@@ -192,9 +199,10 @@ class Reader(ABC, Generic[Value]):
             self._begin(work, counts[0])
 
     def _begin(self, work: str | None, returned: int = 0) -> None:
-        """Take up a file from a record on; nothing is opened before it is needed."""
+        """Set the file and the record to continue at; the next read opens the file."""
         self._work = work
         self._returned = returned
+        # Skips of the open file are counted again when it is reopened.
         self._skipped_before = self._skipped
         self._records: Records[Value] | None = None
         self._failure: OpError | None = None
@@ -209,19 +217,21 @@ class Reader(ABC, Generic[Value]):
         self._completed += 1
 
     def _open_at(self, work: str) -> Records[Value]:
-        """The records of a file after those that were returned."""
+        """Return the records of a file after the ones that were returned before."""
         records = self._open(work)
+        # Discarded in order: only the reader knows where a record ends.
         passed = sum(1 for _ in itertools.islice(records, self._returned))
         if passed < self._returned:
             raise DataLossError(
-                f"read: the file has fewer records than were read of it before, "
+                f"read: the file has fewer records than before, "
                 f"expected at least {self._returned}, got {passed} ({work})"
             )
         return records
 
     def _next_records(self, count: int) -> list[tuple[str, Value]]:
-        """Up to `count` records of the open file; none if no file is open or it has ended."""
+        """Return up to `count` records of the open file; [] if no file is open or it has ended."""
         if self._failure is not None:
+            # A failure after records that were returned already.
             failure = self._failure
             self._drop()
             raise failure
@@ -231,36 +241,39 @@ class Reader(ABC, Generic[Value]):
         try:
             if self._records is None:
                 self._records = self._open_at(self._work)
-            # Not a list comprehension: what precedes an exception stays in the list.
+            # Not a list comprehension: the list keeps the records before an exception.
             pairs.extend(itertools.islice(self._records, min(count, sys.maxsize)))
             if not pairs:
                 self._end()
         except OpError as error:
             self._give_up(error, pairs)
         except BaseException:
-            # Such as an interrupt: the next read begins again after what was returned.
+            # For example an interrupt: the next read reopens the file after the returned records.
             self._records = None
             raise
+        # A file that has ended has no position.
         if self._work is not None:
             self._returned += len(pairs)
         self._produced += len(pairs)
         return pairs
 
     def _give_up(self, error: OpError, pairs: list[tuple[str, Value]]) -> None:
-        """No more can be read of the open file."""
+        """End the open file after an error; raise it now, or after `pairs` are returned."""
         if self._skips and isinstance(error, DataLossError):
             self._handle_damage(error)
             self._end()
         elif pairs:
+            # Records before the damage are good, and are returned first.
             self._failure = error
         else:
             self._drop()
             raise error
 
     def _handle_damage(self, error: DataLossError) -> None:
-        """Raise, or count and return, because of a record that can be passed over."""
+        """Raise the error of a damaged record, or count it if damage is skipped."""
         if not self._skips:
             raise error
+        # The first of this file only, so that a damaged file does not fill the log.
         if self._skipped == self._skipped_before:
-            _log.warning("skipped, as perhaps more of this file: %s", error)
+            _log.warning("skipped, perhaps with more of this file: %s", error)
         self._skipped += 1

@@ -1,7 +1,7 @@
 """Readers by format: text lines, fixed length, TFRecord, whole files, file names.
 
-They take file names from a queue and return pairs of a key, which says where a record stood, and
-the record. What they have in common is in `reader`.
+They take file names from a queue and return pairs of key and record. The key is the record's
+position. `reader` has the common base.
 """
 
 from __future__ import annotations
@@ -27,14 +27,14 @@ __all__ = [
 ]
 
 MAX_RECORD_BYTES = 16 << 20
-"""Longest record in bytes unless the user says otherwise: memory that a damaged file can take."""
+"""Default for the longest record in bytes; it bounds the memory that a damaged file can take."""
 
-_PIECE = 64 << 10  # bytes read at a time: enough that the work per call does not count
+_PIECE = 64 << 10  # bytes per read: enough that the overhead per call is negligible
 _GZIP = b"\x1f\x8b"  # the first bytes of a gzip file
 
 
 class _FileReader(Reader[Value]):
-    """What readers of records of any length take: how long one may be, how a file is packed."""
+    """Base of readers of records of any length: limit of their length, and compression."""
 
     def __init__(
         self,
@@ -54,7 +54,7 @@ class _FileReader(Reader[Value]):
 
 
 class TextLineReader(_FileReader[str]):
-    r"""The lines of text files, without their ends `\n` or `\r\n`.
+    r"""Reads the lines of text files, without their ends `\n` or `\r\n`.
 
     Keys are `file:line`, where lines count from 1 and include the header. Empty lines are records,
     and so is a last line without an end. A byte order mark at the beginning of a UTF-8 file is
@@ -62,17 +62,17 @@ class TextLineReader(_FileReader[str]):
 
     Args:
         skip_header_lines: lines to skip at the beginning of each file.
-        encoding: encoding of the text; its line end must be the byte 10, so not UTF-16.
+        encoding: encoding of the text. Its line end must be the byte 10, which excludes UTF-16.
         field_delim: delimiter of CSV fields, whose quoted fields may contain line ends. The lines
             of one record are joined by `\n`, and its key names the first line. None: each line is
             a record.
-        max_record_bytes: longest line, without its end, that is not damage.
+        max_record_bytes: maximum length of a line without its end; a longer one is damage.
         compression: "GZIP", "ZLIB", "" for none; None for GZIP if the name ends in `.gz`.
         on_damage: "raise" or "skip", see `Reader`.
 
     Raises:
-        InvalidArgumentError: a negative number of header lines, or no room for a record.
-        ValueError: an unknown compression or encoding, or an unknown way with damage.
+        InvalidArgumentError: `skip_header_lines` below 0 or `max_record_bytes` below 1.
+        ValueError: an unknown compression, encoding or `on_damage`.
     """
 
     def __init__(
@@ -100,20 +100,24 @@ class TextLineReader(_FileReader[str]):
         number = 0
         delimiter = self._field_delim
         joiner = None if delimiter is None else RecordJoiner(delimiter, self._limit)
-        # The line after the last good one is where people have to look.
+        # Errors name the line after the last good one.
         with open_source(work, self._compression, lambda: f"{work}:{number + 1}") as (file, _):
+            # `read1` returns the bytes at hand, instead of waiting for a full piece.
             read = getattr(file, "read1", file.read)
             head = self._head(file, work)
+            # The head belongs to the text unless it is a byte order mark.
             while data := head + read(_PIECE):
                 head = b""
-                # Most lines are whole and good: those are taken apart all at once.
+                # Most blocks have only good lines: decode them in one call.
                 block, newline, tail = data.rpartition(b"\n")
+                # The tail has no line end yet; it is completed below.
                 texts: Iterable[str | None] | None = self._texts(block, number) if newline else ()
                 if texts is None:
                     lines = [line.removesuffix(b"\r") for line in block.split(b"\n")]
                     texts = (
                         self._text(line, work, at) for at, line in enumerate(lines, number + 1)
                     )
+                # Files without quotes skip the joiner.
                 if joiner is not None and (joiner.is_open or b'"' in block):
                     for text in texts:
                         number += 1
@@ -125,6 +129,7 @@ class TextLineReader(_FileReader[str]):
                         if text is not None:
                             yield f"{work}:{number}", text
                 if tail:
+                    # Read to its end here, so that blocks start at a line.
                     line = _complete_line(file, tail, self._limit)
                     text = self._text(line, work, number + 1)
                     number += 1
@@ -133,8 +138,10 @@ class TextLineReader(_FileReader[str]):
                             yield f"{work}:{first}", record
                     elif text is not None:
                         yield f"{work}:{number}", text
+                    # The rest of a line that is too long is skipped without keeping it.
                     while line is None and (piece := file.readline(_PIECE)):
                         line = b"" if piece.endswith(b"\n") else None
+            # A quoted field that the file does not close.
             for first, record in () if joiner is None else joiner.flush():
                 yield f"{work}:{first}", record
 
@@ -144,19 +151,23 @@ class TextLineReader(_FileReader[str]):
         Raises:
             DataLossError: a gzip file that the reader does not decompress.
         """
+        # A gzip file without the name would be read as damaged text, with a misleading error.
         head = file.read(len(codecs.BOM_UTF8))
         if head.startswith(_GZIP):
             raise DataLossError(
-                f"read: the file begins as a gzip file does, expected text, compressed? A name "
-                f"that ends in .gz, or compression='GZIP', decompresses it ({work})"
+                f"read: the file starts like a gzip file, expected text; a name that ends in .gz, "
+                f"or compression='GZIP', decompresses it ({work})"
             )
+        # Only UTF-8 has this mark; other encodings may have its bytes as text.
         has_mark = self._encoding == "utf-8" and head == codecs.BOM_UTF8
         return b"" if has_mark else head
 
     def _texts(self, block: bytes, before: int) -> list[str] | None:
-        """The lines of a block, or None if they have to be looked at one by one."""
+        """Return the lines of a block; None if they must be decoded one by one."""
+        # A block within the limit has no line above it. Header lines need their numbers.
         if len(block) > self._limit or before < self._skip:
             return None
+        # Decoded at once, which is many times faster than line by line.
         try:
             texts = block.decode(self._encoding).split("\n")
         except UnicodeDecodeError:
@@ -164,7 +175,7 @@ class TextLineReader(_FileReader[str]):
         return [text.removesuffix("\r") for text in texts] if b"\r" in block else texts
 
     def _text(self, line: bytes | None, work: str, number: int) -> str | None:
-        """One line, or None for one that is not to be returned."""
+        """Return one line; None if it is a header, or damaged and skipped."""
         if line is None or len(line) > self._limit:
             why = f"line is longer than {self._limit} bytes"
             self._handle_damage(DataLossError(f"read: {why} ({work}:{number})"))
@@ -181,27 +192,27 @@ class TextLineReader(_FileReader[str]):
 
 
 class FixedLengthRecordReader(Reader[bytes]):
-    """Records of a fixed number of bytes, one after the other or overlapping.
+    """Reads records of a fixed number of bytes, consecutive or overlapping.
 
     ::
 
         | header | record | gap |   hop_bytes = record_bytes + gap
                  | record | gap | record | ... | footer |
 
-    Keys are `file:number`, where records count from 0. What is left at the end and is not a
-    whole record is ignored.
+    Keys are `file:number`, where records count from 0. An incomplete record at the end of a file is
+    ignored.
 
     Args:
         record_bytes: bytes of a record.
         header_bytes: bytes before the first record.
         footer_bytes: bytes at the end of the file that belong to no record.
-        hop_bytes: bytes from the beginning of a record to that of the next; 0 for `record_bytes`.
-        compression: as for `TextLineReader`; other numbers refer to the unpacked file.
+        hop_bytes: bytes from the start of a record to that of the next; 0 for `record_bytes`.
+        compression: as for `TextLineReader`; the other sizes refer to the decompressed file.
         on_damage: as for `TextLineReader`. A file shorter than its header is damaged.
 
     Raises:
         InvalidArgumentError: `record_bytes` below 1, or another number below 0.
-        ValueError: an unknown compression, or an unknown way with damage.
+        ValueError: an unknown compression or `on_damage`.
     """
 
     def __init__(
@@ -229,6 +240,7 @@ class FixedLengthRecordReader(Reader[bytes]):
     def _open(self, work: str) -> Records[bytes]:
         number = 0
         record, hop = self._record, self._hop
+        # A record is returned only if the footer fits behind it, so the footer is never returned.
         needed = record + self._footer
         with open_source(work, self._compression, lambda: f"{work}:{number}") as (file, _):
             missing = pass_over(file, self._header)
@@ -240,51 +252,56 @@ class FixedLengthRecordReader(Reader[bytes]):
             while len(window) == needed:
                 yield f"{work}:{number}", window[:record]
                 number += 1
+                # A gap beyond the window is skipped; the end of the file there ends the records.
                 if hop > needed and pass_over(file, hop - needed):
                     return
+                # The window keeps the bytes that the next record shares.
                 window = window[hop:]
                 window += file.read(needed - len(window))
 
 
 class TFRecordReader(_FileReader[bytes]):
-    """The records of TFRecord files; their checksums are verified.
+    """Reads the records of TFRecord files and verifies their checksums.
 
-    Keys are `file:offset`, in bytes of the unpacked file.
+    Keys are `file:offset`, in bytes of the decompressed file.
 
     Args:
-        max_record_bytes: longest record that is not damage.
+        max_record_bytes: maximum length of a record; a longer one is damage.
         compression: as for `TextLineReader`.
         on_damage: as for `TextLineReader`.
 
     Raises:
-        InvalidArgumentError: no room for a record.
-        ValueError: an unknown compression, or an unknown way with damage.
-        ImportError: when reading, google-crc32c is not installed.
+        InvalidArgumentError: `max_record_bytes` below 1.
+        ValueError: an unknown compression or `on_damage`.
+        ImportError: in the first read, if google-crc32c is not installed.
     """
 
     def _open(self, work: str) -> Records[bytes]:
         offset = 0
         with open_source(work, self._compression, lambda: f"{work}:{offset}") as source:
+            # The loop assigns `offset` for the errors of `open_source`.
             for offset, data in unframe(source, work, self._limit, self._handle_damage):  # noqa: B007
                 yield f"{work}:{offset}", data
 
 
 class WholeFileReader(_FileReader[bytes]):
-    """Each file as one record, whose key is the name of the file.
+    """Reads each file as one record, whose key is the name of the file.
 
     Args:
-        max_record_bytes: longest contents that are not damage.
-        compression: as for `TextLineReader`; "" for the bytes as they are on disk.
+        max_record_bytes: maximum length of a file; a longer one is damage.
+        compression: as for `TextLineReader`; "" returns the bytes on disk.
         on_damage: as for `TextLineReader`.
 
     Raises:
-        InvalidArgumentError: no room for a record.
-        ValueError: an unknown compression, or an unknown way with damage.
+        InvalidArgumentError: `max_record_bytes` below 1.
+        ValueError: an unknown compression or `on_damage`.
     """
 
     def _open(self, work: str) -> Records[bytes]:
         with open_source(work, self._compression, lambda: work) as (file, size):
+            # The size first: a file that is too long is not read.
             fits = size is None or size <= self._limit
+            # One byte more than allowed, to detect a compressed file that is too long.
             data = file.read(self._limit + 1) if fits else b""
         if not fits or len(data) > self._limit:
             raise DataLossError(
@@ -294,7 +311,7 @@ class WholeFileReader(_FileReader[bytes]):
 
 
 class IdentityReader(Reader[str]):
-    """The names in the queue themselves, as keys and as values; no file is opened."""
+    """Returns the names in the queue, as keys and as values; opens no file."""
 
     def _open(self, work: str) -> Records[str]:
         yield work, work
@@ -308,9 +325,11 @@ def _checked_encoding(name: str) -> str:
     """
     try:
         canonical = codecs.lookup(name).name
+        # A line end of one byte with this value, so that blocks can be cut at it.
         fits = "\n".encode(canonical) == b"\n"
-    except LookupError:  # also an encoding of bytes as bytes, such as "hex"
+    except LookupError:  # also raised for codecs from bytes to bytes, such as "hex"
         fits = False
+    # `utf-8-sig` is UTF-8 with a mark, which `_head` drops.
     if not fits and name.lower().replace("_", "-") != "utf-8-sig":
         raise ValueError(
             f"TextLineReader: bad encoding, expected one in which a line end is the byte 10, such "
@@ -320,9 +339,9 @@ def _checked_encoding(name: str) -> str:
 
 
 def _complete_line(file: IO[bytes], beginning: bytes, limit: int) -> bytes | None:
-    """Read on to the end of a line and return it, or None when it is too long and has not ended."""
+    """Return a line, read to its end; None if it exceeds `limit` before its end."""
     pieces, length = [beginning], len(beginning)
-    while length <= limit + 1:  # two bytes may be the end of the line
+    while length <= limit + 1:  # the line end may have two bytes
         piece = file.readline(_PIECE)
         if not piece:
             return b"".join(pieces)

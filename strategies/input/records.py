@@ -5,8 +5,8 @@
     offset   0                 8                12                12 + length
              | length, 8 bytes | crc of these 8 | length x data   | crc of the data |
 
-Numbers are little-endian. A crc is the CRC-32C of the bytes, rotated and shifted by a constant, so
-that a file which holds crcs itself does not look valid by chance.
+Numbers are little-endian. A crc is the CRC-32C of the bytes, rotated and shifted by a constant. So
+data that contains crcs does not match its own by chance.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ _log = logging.getLogger(__name__)
 _LENGTH = struct.Struct("<Q")
 _HEADER = struct.Struct("<QI")
 _CRC = struct.Struct("<I")
-_MASK, _ALL = 0xA282EAD8, 0xFFFFFFFF  # the format's constant; 32 bits
+_MASK, _ALL = 0xA282EAD8, 0xFFFFFFFF  # constant of the format; 32 bits
 
 
 @functools.cache
@@ -43,17 +43,19 @@ def _crc32c() -> Callable[[bytes], int]:
 
 
 def _mask(crc: int) -> int:
+    # Rotation by 15 bits and a constant, as TensorFlow's `crc32c::Mask` does.
     return (crc >> 15 | crc << 17) + _MASK & _ALL
 
 
 def frame(data: bytes) -> bytes:
-    """Return a record as it stands in a file.
+    """Return a record in the format of a file.
 
     Raises:
         ImportError: google-crc32c is not installed.
     """
     crc32c = _crc32c()
     length = _LENGTH.pack(len(data))
+    # The length has its own checksum: a reader trusts it before it allocates.
     parts = (length, _CRC.pack(_mask(crc32c(length))), data, _CRC.pack(_mask(crc32c(data))))
     return b"".join(parts)
 
@@ -63,46 +65,52 @@ def unframe(
 ) -> Iterator[tuple[int, bytes]]:
     """Yield the offset and the data of each record of a file.
 
-    Up to 11 bytes after the last record are the rest of a header that was not written to its end;
-    they are logged, and are not an error.
+    Up to 11 bytes after the last record are an incompletely written header. They are logged, and
+    are not an error.
 
     Args:
         source: the file.
-        path: its name, for errors.
-        limit: longest data in bytes that is not damage. It is compared, as is what is left of the
-            file, before memory is taken.
-        damaged: called with the error when only one record is damaged; if it returns, the record
-            is passed over.
+        path: name of the file, for errors.
+        limit: maximum length of the data in bytes. The length is compared with the limit and with
+            the rest of the file before memory is allocated.
+        damaged: called with the error if only one record is damaged; if it returns, the record is
+            skipped.
 
     Raises:
-        DataLossError: what follows cannot be read: a length is wrong, or the file is cut.
+        DataLossError: the rest cannot be read: a length is wrong, or the file is truncated.
         ImportError: google-crc32c is not installed.
     """
     crc32c = _crc32c()
     read = source.file.read
     size = source.size
-    # The next header is read with a record, but not where that could meet damage before its time.
+    # Read the next header together with a record, except in a compressed file: damage there would
+    # raise before the record is yielded.
     ahead = 0 if size is None else _HEADER.size
     offset = 0
+    # Read before the loop, which reads the header of the next record with each record.
     header = read(_HEADER.size)
     while len(header) == _HEADER.size:
         length, expected = _HEADER.unpack(header)
         crc = crc32c(header[: _LENGTH.size])
-        # `_mask`, written out without its call: this runs twice for each record.
+        # `_mask` inlined, because this runs twice per record.
         if (crc >> 15 | crc << 17) + _MASK & _ALL != expected:
+            # At offset 0 the file is probably of another kind.
             hint = "; is this a TFRecord file, and packed as you say?" if offset == 0 else ""
             raise _corruption_error(offset, "length", expected, crc, f"({path}){hint}")
         end = offset + _HEADER.size + length + _CRC.size
+        # Compared with the file before memory is allocated.
         if size is not None and end > size:
             raise _truncation_error(offset, length, path)
         if length > limit:
             why = f"has {length} bytes, more than max_record_bytes = {limit}"
+            # Skipped and counted; the next header is at a known place.
             damaged(DataLossError(f"read: record at {offset} {why} ({path})"))
             if pass_over(source.file, length + _CRC.size):
                 raise _truncation_error(offset, length, path)
             header = read(_HEADER.size)
         else:
             data = read(length)
+            # Checksum and next header in one read: two reads per record.
             rest = read(_CRC.size + ahead)
             if len(rest) < _CRC.size:
                 raise _truncation_error(offset, length, path)
@@ -114,6 +122,7 @@ def unframe(
                 damaged(_corruption_error(offset, "data", expected, crc, f"({path})"))
             header = rest[_CRC.size :] if ahead else read(_HEADER.size)
         offset = end
+    # A writer that died; complete records before it are good.
     if header:
         _log.warning("read: %d bytes too few for a header at %d (%s)", len(header), offset, path)
 
@@ -132,20 +141,21 @@ def _truncation_error(offset: int, length: int, path: str) -> DataLossError:
 
 
 class TFRecordWriter:
-    """Write records to a file; to be used with `with`.
+    """Writes records to a file; use it with `with`.
 
     Args:
-        path: local path or URL; what was there is replaced.
+        path: local path or URL; an existing file is replaced.
         compression: "GZIP", "ZLIB", "" for none; None for GZIP if the name ends in `.gz`.
 
     Raises:
         ValueError: an unknown compression.
         OSError: the system cannot write there.
-        ImportError: google-crc32c is not installed, or fsspec for a URL.
+        ImportError: google-crc32c is not installed, or for a URL fsspec.
     """
 
     def __init__(self, path: str | os.PathLike[str], compression: Compression = None) -> None:
         check_compression(compression)
+        # Raises here if the package is missing, not in the first write.
         _crc32c()
         self._file = Sink(os.fspath(path), compression)
 
@@ -159,7 +169,7 @@ class TFRecordWriter:
         """Append a record.
 
         Raises:
-            TypeError: it is not bytes.
+            TypeError: the record is not bytes.
             ValueError: the writer is closed.
         """
         if not isinstance(record, (bytes, bytearray, memoryview)):
@@ -167,7 +177,7 @@ class TFRecordWriter:
         self._file.write(frame(bytes(record)))
 
     def flush(self) -> None:
-        """Hand all records to the system."""
+        """Pass all records to the system."""
         self._file.flush()
 
     def close(self) -> None:

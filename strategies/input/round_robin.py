@@ -17,13 +17,13 @@ __all__ = ["RoundRobinNames", "ReaderRoundRobin"]
 
 
 class ReaderRoundRobin:
-    """Whose turn it is among the threads of a pipeline, round and round; for one pipeline.
+    """Turns of the threads of one pipeline, round robin.
 
-    Threads read and decode at the same time. Only what decides the order of the rows, taking the
-    next file and handing over what was read, each does in its turn.
+    Threads read and decode concurrently. They take turns only where the order of the rows is
+    decided: when they take the next file, and when they hand over their rows.
 
     Args:
-        count: threads.
+        count: number of threads.
 
     Raises:
         ValueError: `count` below 1.
@@ -32,39 +32,45 @@ class ReaderRoundRobin:
     def __init__(self, count: int) -> None:
         integer("ReaderRoundRobin", "count", count)
         self.count = count
+        # The first element is the thread whose turn it is.
         self._order = deque(range(count))
         self._changed = threading.Condition()
         self._begun = self._stopped = False
 
     def begin(self) -> None:
-        """Let turns count from now on; before, one thread does all that is done."""
+        """Enforce turns from now on; before, only one thread is active."""
+        # Without a lock, because the threads start later.
         self._begun = True
 
     def hand_over(
         self, place: int, read: Callable[[], Any], enqueue: Callable[[Any], None]
     ) -> None:
-        """Read at any time, and put in what was read, or leave at the end, in turn.
+        """Read at any time, then enqueue the values in turn; leave at the end of the input.
 
         Raises:
-            OutOfRangeError: from `read`, when the thread has left.
-            CancelledError: the pipeline stops.
+            OutOfRangeError: raised by `read`; the thread has left.
+            CancelledError: the pipeline has stopped.
         """
         try:
+            # Reading needs no turn, so files are decoded in parallel.
             values = read()
         except OutOfRangeError:
             self.leave(place)
             raise
+        # Waits with rows in hand, so that the turn itself is short.
         self.wait(place)
         enqueue(values)
+        # After an error the turn is not passed on: the pipeline stops anyway.
         self.pass_on()
 
     def wait(self, place: int) -> None:
-        """Return when it is the turn of a thread.
+        """Wait for the turn of a thread.
 
         Raises:
-            CancelledError: the pipeline stops.
+            CancelledError: the pipeline has stopped.
         """
         with self._changed:
+            # `_begun` in the condition: the first read happens in the opener's thread.
             self._changed.wait_for(
                 lambda: self._stopped or not self._begun or self._order[0] == place
             )
@@ -72,28 +78,29 @@ class ReaderRoundRobin:
                 raise CancelledError("batch: the pipeline has stopped")
 
     def pass_on(self) -> None:
-        """End the turn of the thread whose turn it is."""
+        """End the current turn."""
         with self._changed:
             if self._begun:
                 self._order.rotate(-1)
                 self._changed.notify_all()
 
     def leave(self, place: int) -> None:
-        """Take a thread that has nothing more out of the round, in its turn."""
+        """Wait for the turn of a thread, then remove the thread from the round."""
+        # In its turn, so that the order of the remaining threads is the same in each run.
         self.wait(place)
         with self._changed:
             self._order.remove(place)
             self._changed.notify_all()
 
     def stop(self) -> None:
-        """End all that waits, and all that would."""
+        """Cancel all current and later waits."""
         with self._changed:
             self._stopped = True
             self._changed.notify_all()
 
 
 class RoundRobinNames:
-    """The file names of a queue, which one of several readers takes in its turn."""
+    """A queue of file names that one of several readers uses in its turn."""
 
     def __init__(self, queue: Queue, turns: ReaderRoundRobin, place: int) -> None:
         self._queue, self._turns, self._place = queue, turns, place
@@ -101,12 +108,13 @@ class RoundRobinNames:
         self.shapes, self.name = queue.shapes, queue.name
 
     def dequeue(self) -> Any:
-        """Return the next name; a turn of its own, so that the others need not wait for the file.
+        """Return the next name in a separate turn, so that the file does not delay other threads.
 
         Raises:
-            OpError: as from the queue; the thread then keeps its turn, and leaves or fails in it.
+            OpError: as from the queue; the thread keeps its turn and leaves or fails in it.
         """
         self._turns.wait(self._place)
         name = self._queue.dequeue()
+        # A turn of its own: all readers take one file each before one takes a second.
         self._turns.pass_on()
         return name

@@ -20,27 +20,27 @@ _log = logging.getLogger(__name__)
 
 
 class QueueRunner:
-    """A queue and the functions that fill it, each called again and again in a thread of its own.
+    """A queue, and functions that fill it, each called repeatedly in its own thread.
 
-    When a function says that its source has ended, its thread ends, and the last thread closes the
-    queue, after which `Coordinator.join` returns. Any other exception stops the coordinator, which
-    raises it where the threads are joined.
+    When a function raises one of `queue_closed_exception_types`, its source is exhausted and its
+    thread ends. The last thread closes the queue; `Coordinator.join` then returns. Any other
+    exception stops the coordinator and is raised by `Coordinator.join`.
 
     Args:
-        queue: to fill.
-        enqueue_ops: functions without arguments that put something in; one thread for each, so the
-            same function may be listed several times.
-        close_op: called by the last thread; `queue.close` if None.
-        cancel_op: called when the coordinator stops; by default it closes the queue and cancels
-            the enqueues that wait.
-        queue_closed_exception_types: exceptions that say that the source has ended.
+        queue: queue to fill.
+        enqueue_ops: functions without arguments that enqueue elements, one thread each. The same
+            function may occur several times.
+        close_op: called by the last thread; None for `queue.close`.
+        cancel_op: called when the coordinator stops; None closes the queue and cancels waiting
+            enqueues.
+        queue_closed_exception_types: exceptions that mean that the source is exhausted.
 
     Raises:
-        ValueError: no queue, or no functions.
+        ValueError: the queue is None, or no function is given.
         TypeError: the exception types are not a tuple of `OpError` classes.
 
     Attributes:
-        exceptions_raised: of threads that were started without a coordinator.
+        exceptions_raised: exceptions of threads that were started without a coordinator.
     """
 
     def __init__(
@@ -73,6 +73,7 @@ class QueueRunner:
         self._lock = threading.Lock()
         self._running = 0  # threads that have not ended
         self._status = RunnerStatus()
+        # The queue knows its runners, so that a consumer's error can say that none was started.
         queue.runners.append(self._status)
 
     @property
@@ -83,17 +84,18 @@ class QueueRunner:
     def create_threads(
         self, coord: Coordinator | None = None, *, daemon: bool = False, start: bool = False
     ) -> list[threading.Thread]:
-        """Make one thread per enqueue function, and with a coordinator one that waits for its stop.
+        """Create a thread per enqueue function; with a coordinator, one more to wait for its stop.
 
         Args:
-            coord: gets the threads registered and exceptions reported.
-            daemon: whether the process may end while they run.
-            start: whether to start them, too.
+            coord: coordinator that registers the threads and receives exceptions.
+            daemon: whether the process may exit while the threads run.
+            start: whether to start the threads.
 
         Returns:
-            The threads; none if those of an earlier call have not ended.
+            The threads; empty while threads of an earlier call are running.
         """
         with self._lock:
+            # A second start would enqueue everything twice.
             if self._running:
                 _log.warning("QueueRunner: threads are running already (queue: %s)", self.name)
                 return []
@@ -105,6 +107,7 @@ class QueueRunner:
                 )
                 for index, enqueue in enumerate(self.enqueue_ops)
             ]
+            # Waits for the stop and then cancels: the enqueue threads may be blocked in the queue.
             if coord is not None:
                 threads.append(
                     threading.Thread(
@@ -115,6 +118,7 @@ class QueueRunner:
                     )
                 )
         for index, thread in enumerate(threads):
+            # Registered before they start: `join` must not miss a thread that ends at once.
             if coord is not None:
                 coord.register_thread(thread, waits_for_stop=index == len(self.enqueue_ops))
             if start:
@@ -124,26 +128,29 @@ class QueueRunner:
     def _fill(
         self, enqueue: Callable[[], Any], coord: Coordinator | None, done: Callable[[], object]
     ) -> None:
-        """Call a function, and `done` after it, until it or the coordinator stops the loop."""
+        """Call `enqueue` and then `done` in a loop, until the source or the coordinator ends it."""
+        # For consumers: threads have started, so an empty queue is a matter of time.
         self._status.started = True
         ended = False
         try:
-            with no_wait_limit():  # whoever is slow to take what is here does no wrong
+            with no_wait_limit():  # a slow consumer is not an error
                 while coord is None or not coord.should_stop():
                     enqueue()
                     done()
         except self.queue_closed_exception_types:
+            # The source is exhausted: a normal end.
             ended = True
         except BaseException as error:
             if coord is not None:
                 coord.request_stop(error)
                 return
             self.exceptions_raised.append(error)
-            ended = True  # consumers must not wait for ever for a dead thread
+            ended = True  # closes the queue: consumers must not wait for a dead thread
             raise
         finally:
             with self._lock:
                 self._running -= 1
+                # The last thread closes the queue, so that consumers take the rest and end.
                 last = not self._running
             if last and ended:
                 self._end("closing", self._close_op)
@@ -156,11 +163,12 @@ class QueueRunner:
         try:
             op()
         except Exception as error:
+            # The queue may be closed already, or its task gone; nothing depends on it any more.
             _log.info("QueueRunner: %s the queue: %s (queue: %s)", what, error, self.name)
 
 
 class _EnqueueThread(threading.Thread):
-    """A thread of a queue runner that counts its calls, so that `Coordinator.join` sees a stall."""
+    """Thread of a queue runner; counts its calls, so that `Coordinator.join` detects a stall."""
 
     def __init__(
         self,
@@ -172,7 +180,7 @@ class _EnqueueThread(threading.Thread):
     ) -> None:
         super().__init__(name=name, daemon=daemon)
         self._runner, self._enqueue, self._coord = runner, enqueue, coord
-        self._calls = self._calls_before = 0  # calls that have ended: now, and at the last check
+        self._calls = self._calls_before = 0  # finished calls: now, and at the last check
 
     def run(self) -> None:
         self._runner._fill(self._enqueue, self._coord, self._count_call)
@@ -181,13 +189,15 @@ class _EnqueueThread(threading.Thread):
         self._calls += 1
 
     def stall_reason(self) -> str | None:
-        """Return why no call has ended since the last check; None if a call has."""
+        """Return why no call has finished since the last check; None if one has."""
+        # Counters without a lock: a stale value only delays the warning.
         before, self._calls_before = self._calls_before, self._calls
         if self._calls != before:
             return None
         queue, seconds = self._runner.queue, current_settings().stall_warning
         is_full = False
         with suppress(OpError):  # the task of a shared queue may be unreachable
+            # The size distinguishes a slow consumer from a slow source.
             is_full = 0 <= queue.capacity <= queue.size()
         why = "nothing is taken out of the full queue" if is_full else "its source gives nothing"
         return f"QueueRunner has put nothing into {queue.name!r} for {seconds:g} s: {why}"
@@ -200,13 +210,13 @@ def start_queue_runners(
     daemon: bool = True,
     start: bool = True,
 ) -> list[threading.Thread]:
-    """Make, and start, the threads of several queue runners.
+    """Create and start the threads of several queue runners.
 
     Args:
-        runners: to start; nothing else knows which there are.
-        coord: as for `QueueRunner.create_threads`.
-        daemon: whether the process may end while they run.
-        start: whether to start them.
+        runners: queue runners; no global list exists.
+        coord: see `QueueRunner.create_threads`.
+        daemon: whether the process may exit while the threads run.
+        start: whether to start the threads.
 
     Returns:
         All threads.

@@ -1,7 +1,7 @@
 """Model parallelism: layers whose parts are on different ranks.
 
-Each operation comes with the function that takes its gradient back, for arrays of any library;
-`strategies.model_parallel.torch` has the same for PyTorch's automatic differentiation.
+Each operation returns its result and a function that propagates the gradient back, for arrays of
+any library. `strategies.model_parallel.torch` has the same operations for PyTorch's autograd.
 
 Example:
     >>> import collectives as cc

@@ -12,6 +12,7 @@ from typing import Any
 import numpy as np
 
 import collectives as cc
+from collectives import extend
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.core.communication_options import CommunicationOptions
 from strategies.core.process_group import of_this_job
@@ -33,18 +34,19 @@ __all__ = [
 
 
 class DefaultStrategy(Strategy):
-    """One replica in this process, and nothing to communicate."""
+    """One replica in this process, without communication."""
 
     def __init__(self) -> None:
         super().__init__()
 
 
+# Made at import: it has no processes and starts nothing.
 _default = DefaultStrategy()
 _default_replica = ReplicaContext(_default, 0)
 
 
 def get_strategy() -> Strategy:
-    """Return the strategy whose scope or replica this thread is in, or the default one."""
+    """Return the strategy of this thread's scope or replica, or the default one."""
     top = context.current()
     strategy = _default if top is None else top.strategy
     assert isinstance(strategy, Strategy)
@@ -52,28 +54,28 @@ def get_strategy() -> Strategy:
 
 
 def get_replica_context() -> ReplicaContext | None:
-    """Return what the replica that runs in this thread can ask for; None between replicas.
+    """Return the context of the replica that runs in this thread; None in cross-replica context.
 
-    Outside of any scope this is the only replica of the default strategy.
+    Outside any scope this is the single replica of the default strategy.
     """
     top = context.current()
     return _default_replica if top is None else top.replica
 
 
 def in_cross_replica_context() -> bool:
-    """Tell whether this thread is in a strategy's scope and outside of its replicas."""
+    """Return whether this thread is in a strategy's scope and outside its replicas."""
     return get_replica_context() is None
 
 
 class OneDeviceStrategy(Strategy):
-    """Keep variables and computation on one device; to debug a program, or to compare with.
+    """Variables and computation on one device, for debugging and comparison.
 
     Args:
         device: one of `strategies.devices()`, such as "/gpu:1".
-        soft_placement: take the CPU if there is no such device.
+        soft_placement: use the CPU if the device does not exist.
 
     Raises:
-        ValueError: there is no such device.
+        ValueError: the device does not exist.
     """
 
     def __init__(self, device: str = "/cpu:0", *, soft_placement: bool = False) -> None:
@@ -83,16 +85,16 @@ class OneDeviceStrategy(Strategy):
 class MirroredStrategy(Strategy):
     """Synchronous training on one node; every rank holds all variables.
 
-    Works without MPI where there is only this process, which may have several devices.
+    Works without MPI for a single process, which may have several devices.
 
     Args:
-        devices: of each rank, a replica on each; "/cpu:0" if None.
-        comm: the ranks, all on one node; those of the job if None. *Collective* over them.
+        devices: devices of each rank, one replica each; "/cpu:0" if None.
+        comm: the ranks, all on one node; None for those of the job. *Collective* over them.
         communication_options: how ranks exchange arrays.
-        soft_placement: take CPUs in place of devices that there are not.
+        soft_placement: use CPU devices for missing ones.
 
     Raises:
-        ValueError: no such devices, or ranks on several nodes; on all ranks.
+        ValueError: a device does not exist, or the ranks are on several nodes; on all ranks.
     """
 
     def __init__(
@@ -103,6 +105,7 @@ class MirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         soft_placement: bool = False,
     ) -> None:
+        # None without a launcher, so that the strategy works in one process without MPI.
         comm = of_this_job() if comm is None else comm
         if comm is not None and comm.num_nodes > 1:
             raise ValueError(
@@ -115,18 +118,18 @@ class MirroredStrategy(Strategy):
 class MultiWorkerMirroredStrategy(Strategy):
     """Synchronous training: every rank holds all variables and computes on its part of a batch.
 
-    Variables start from rank 0's values. Gradients are averaged over all replicas before each
-    update, so that all copies stay equal to the last bit.
+    Variables start with rank 0's values. Gradients are averaged over all replicas before each
+    update, so all copies stay bitwise equal.
 
     Args:
         comm: the ranks that train together; the whole job if None. *Collective* over them.
-        devices: of each rank, a replica on each; "/cpu:0" if None.
+        devices: devices of each rank, one replica each; "/cpu:0" if None.
         communication_options: how ranks exchange arrays.
-        soft_placement: take CPUs in place of devices that there are not.
+        soft_placement: use CPU devices for missing ones.
 
     Raises:
-        ValueError: no such devices; on all ranks.
-        MismatchError: ranks with different numbers of devices; on all ranks.
+        ValueError: a device does not exist; on all ranks.
+        MismatchError: ranks have different numbers of devices; on all ranks.
     """
 
     def __init__(
@@ -137,24 +140,25 @@ class MultiWorkerMirroredStrategy(Strategy):
         communication_options: CommunicationOptions | None = None,
         soft_placement: bool = False,
     ) -> None:
-        self.comm = cc.init() if comm is None else comm
+        # `cc.init` instead of `of_this_job`: this strategy always has a communicator.
+        self.comm = extend.comm_or_world(comm, type(self).__name__)
         super().__init__(devices, self.comm, communication_options, soft_placement=soft_placement)
 
 
 class CentralStorageStrategy(Strategy):
-    """Synchronous training in which rank 0 alone updates the variables and gives them to all.
+    """Synchronous training in which rank 0 updates the variables and broadcasts them.
 
-    What the optimizer keeps for each variable exists once, on rank 0; its `step` and its state are
-    of use there only. The replicas of one process share its variables as they are.
+    The optimizer's state exists once, on rank 0, where its `step` and state are usable. The
+    replicas of one process share its variables.
 
     Args:
-        devices: that compute, of each rank; "/cpu:0" if None.
-        comm: the ranks; those of the job if None, without MPI if there is one. *Collective*.
+        devices: devices of each rank that compute; "/cpu:0" if None.
+        comm: the ranks; None for those of the job, without MPI for one process. *Collective*.
         communication_options: how ranks exchange arrays.
-        soft_placement: take CPUs in place of devices that there are not.
+        soft_placement: use CPU devices for missing ones.
 
     Raises:
-        ValueError: no such devices; on all ranks.
+        ValueError: a device does not exist; on all ranks.
     """
 
     updates_everywhere = False
@@ -182,6 +186,7 @@ class CentralStorageStrategy(Strategy):
         Raises:
             TypeError: a `DistributedOptimizer`, which updates on every rank.
         """
+        # It would average a second time, and update on ranks that do not own the state.
         if isinstance(optimizer, AveragingOptimizer):
             raise TypeError(
                 "apply_gradients: a DistributedOptimizer updates on every rank, expected the "
@@ -190,10 +195,13 @@ class CentralStorageStrategy(Strategy):
         super().apply_gradients(optimizer, grads_and_vars, examples=examples)
 
     def update(self, variables: Sequence[Any], change: Callable[[], None]) -> None:
-        """Change the variables on rank 0, and copy them to the others; *collective*."""
+        """Change the variables on rank 0, and broadcast them; *collective*."""
+        # Other ranks wait here, and get the error if the update fails.
         self.ranks.run_then_agree("update", change if self.is_chief else lambda: None)
         for variable in variables:
             if isinstance(variable, Variable):
+                # All devices of a process get the chief's value.
                 variable.fill(self.ranks.broadcast_from_chief(variable.components[0]))
             else:
+                # A plain array has no `fill`; it is changed in place.
                 variable[...] = np.asarray(self.ranks.broadcast_from_chief(variable))

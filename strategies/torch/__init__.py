@@ -6,7 +6,7 @@ installed, importing PyTorch registers it as well.
 
 from __future__ import annotations
 
-import torch  # noqa: F401  (before it is told of the backend)
+import torch  # noqa: F401  (before the backend is registered)
 
 import unisono_torch
 from strategies.averaging.metrics import metric_average

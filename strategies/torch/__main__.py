@@ -18,9 +18,10 @@ import unisono_torch
 from strategies.core import run_program
 from strategies.torch.rendezvous import addresses
 
-# Bound but not listening until the process exits: this reserves the port, because the kernel gives
-# it to no other program, and lets the program's own store listen there.
+# Bound but not listening until the process exits. This reserves the port, because the kernel gives
+# it to no other program, and lets the program's own store listen on it.
 _port = socket.socket()
+# Without it the program's store could not bind the same port as well.
 _port.setsockopt(socket.SOL_SOCKET, socket.SO_REUSEADDR, 1)
 
 
@@ -29,10 +30,13 @@ def tell() -> None:
     comm = cc.init()
     place = ("", "")
     if comm.rank == 0:
+        # Port 0: the kernel chooses a free one, which rank 0 broadcasts below.
         _port.bind(("", 0))
         hosts = addresses() if comm.num_nodes > 1 else []
+        # On one node the loopback address suffices, and works without a network.
         place = ([*hosts, "127.0.0.1"][0], str(_port.getsockname()[1]))
     address, port = comm.broadcast_object(place)
+    # Before the program: `init_process_group("env://")` must accept numbers of MPI.
     unisono_torch.trust_mpi()
     os.environ |= {
         "MASTER_ADDR": address,

@@ -2,17 +2,17 @@
 
     torch.distributed.init_process_group("unisono")
 
-torch.distributed calls the methods of a group as Python's, DDP and functional collectives from C++
-by the same names. Each looks at its tensors and at the options, and hands what has to be done to
-the group's line (`strategies.torch.work_queue`)::
+torch.distributed calls the methods of a group from Python. DDP and functional collectives call the
+same methods from C++. Each method checks its tensors and options, and passes the operation to the
+group's queue (`strategies.torch.work_queue`)::
 
-    all_reduce(t)                  here, complete when it returns
-    all_reduce(t, async_op=True)   in line: returns a `Work` at once
-    a bucket of DDP                here, where all ranks share a node: there it would only take the
-                                   core from the backward pass (and `strategies.torch.ddp_buckets`
-                                   saves the copies); else in line, beside it
+    all_reduce(t)                  in this thread, complete on return
+    all_reduce(t, async_op=True)   queued: returns a `Work` at once
+    a bucket of DDP                in this thread if all ranks share a node, because a queue's
+                                   thread would take the core from the backward pass (and
+                                   `strategies.torch.ddp_buckets` saves copies); otherwise queued
 
-All groups, also the world's, have communicators of their own.
+All groups, including the world's, have their own communicators.
 """
 
 from __future__ import annotations
@@ -41,35 +41,41 @@ Tensors = Sequence[torch.Tensor]
 
 _HOST = torch.device("cpu")
 
-# Tags of `Communicator.group` end here.
+# Exclusive limit of the tags of `Communicator.group`.
 _TAGS = 1 << 14
 
 
 class _Default:
-    """Options of a call that gives none, as those of PyTorch."""
+    """PyTorch's default options."""
 
+    # As in PyTorch's option structures, whose `asyncOp` is true by default.
     asyncOp = True
     reduceOp = distributed.ReduceOp(distributed.ReduceOp.SUM)
     rootRank = 0
-    timeout = timedelta(milliseconds=-1)  # by which PyTorch means none
+    timeout = timedelta(milliseconds=-1)  # PyTorch's value for no timeout
 
 
 _DEFAULT = _Default()
 
+# Seconds that `shutdown` waits for queued operations, which other ranks may need.
+_CLOSE_SECONDS = 5.0
+
 
 def create(options: Any) -> UnisonoGroup:
-    """Make a process group; *collective*: its ranks alone.
+    """Make a process group; *collective* over its ranks alone.
 
     Args:
-        options: as torch.distributed gives them to a backend.
+        options: options that torch.distributed passes to a backend.
 
     Raises:
-        LaunchError: the processes were started by something else than MPI's launcher.
-        ValueError: torch.distributed numbers them in another way than MPI does.
+        LaunchError: MPI's launcher did not start the processes.
+        ValueError: torch.distributed and MPI number the processes differently.
     """
     whole = cc.init()
     rank, size = options.group_rank, options.group_size
+    # PyTorch passes ranks of the world in the order of the group.
     ranks = list(options.global_ranks_in_group) or list(range(size))
+    # Processes of `spawn` are one world of MPI each.
     if whole.size == 1 < size:
         raise ValueError(
             f"init_process_group: expected {size} ranks, but this process is a world of MPI of its "
@@ -82,15 +88,16 @@ def create(options: Any) -> UnisonoGroup:
         raise ValueError(
             "init_process_group: ranks are not those of MPI, expected this process to be rank "
             f"{whole.rank} of {whole.size}, got {ranks[rank]} of ranks {ranks}; start with "
-            "`mpirun -np N python train.py`, and leave rank and world_size away"
+            "`mpirun -np N python train.py`, without rank and world_size"
         )
     keep_join_works()
+    # Groups of the same ranks may be created at once; the tag keeps their messages apart.
     tag = zlib.crc32(str(options.group_id).encode()) % _TAGS
     limit = timeout_seconds(options.timeout, whole)
     try:
         comm = whole.group(ranks, tag=tag)
         assert comm is not None
-        comm.barrier(timeout=limit)  # ranks meet by messages, before another thread may take over
+        comm.barrier(timeout=limit)  # exchange the first messages before another thread may do it
     except cc.CollectiveTimeout as error:
         raise translated(error) from error.__cause__
     return UnisonoGroup(comm, options.store, limit)
@@ -101,12 +108,12 @@ class UnisonoGroup(distributed.ProcessGroup):
     """A process group of torch.distributed over a communicator.
 
     Args:
-        comm: its ranks; the group closes it.
-        store: by which torch.distributed tells its ranks what it pleases.
-        limit: seconds that an operation may take.
+        comm: communicator of the ranks; the group closes it.
+        store: key-value store of torch.distributed for the group.
+        limit: timeout of an operation in seconds.
     """
 
-    # What torch.distributed asks of any backend: whether it does these in a way of its own.
+    # torch.distributed reads these: the backend has no own implementation of splitting etc.
     supports_splitting = supports_coalescing = supports_shrinking = False
 
     # C++ looks up methods by these names, also those in camel case.
@@ -115,26 +122,27 @@ class UnisonoGroup(distributed.ProcessGroup):
         self.comm = comm
         self._store = store
         self._limit = limit
-        self._line = WorkQueue()
+        self._queue = WorkQueue()
+        # Shared memory exists on one node only.
         self._buckets = DdpBuckets(comm) if comm.size > 1 and comm.num_nodes == 1 else None
         self._name = self._description = ""
-        # Without threads all is carried out as it is called.
+        # Without threads, every operation runs in the call.
         self._threads = comm.size > 1 and extend.supports_threads(comm)
 
     def setGroupName(self, name: str) -> None:
-        """Keep the name that torch.distributed gives."""
+        """Set the name."""
         self._name = name
 
     def getGroupName(self) -> str:
-        """Return it."""
+        """Return the name."""
         return self._name
 
     def setGroupDesc(self, description: str) -> None:
-        """Keep the description that torch.distributed gives."""
+        """Set the description."""
         self._description = description
 
     def getGroupDesc(self) -> str:
-        """Return it."""
+        """Return the description."""
         return self._description
 
     def getBackendName(self) -> str:
@@ -163,13 +171,16 @@ class UnisonoGroup(distributed.ProcessGroup):
     def __repr__(self) -> str:
         return f"UnisonoGroup({self._name or 'no name'}, {self.comm!r})"
 
+    # `opts` may be one of several option classes; all have the fields of `_Default`.
     def allreduce(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Reduce a tensor over all ranks, in place."""
         how = reduction(opts.reduceOp)
         run = partial(operations.allreduce, self.comm, tensors, how, self._limit)
+        # A synchronous call gets no `Work` of its own, so that a small call stays cheap.
         if not opts.asyncOp:
-            self._line.run(run)
+            self._queue.run(run)
             return DONE
+        # The caller's frame decides, because DDP calls this method like any program.
         if is_ddp_bucket(tensors[0], extend.caller()):
             return self._reduce_bucket(tensors[0], how)
         return self._start("allreduce", run, opts, tensors)
@@ -182,7 +193,8 @@ class UnisonoGroup(distributed.ProcessGroup):
         return self._start("allreduce_coalesced", run, opts, tensors)
 
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
-        """Give every rank the root's tensor."""
+        """Send the root's tensor to every rank."""
+        # The broadcast before the second forward pass announces the number of final buckets.
         if self._buckets is not None and starts_rebuild(extend.caller()):
             self._buckets.expect(tensors[0].numel())
         run = partial(operations.broadcast, self.comm, tensors[0], opts.rootRank, self._limit)
@@ -197,21 +209,22 @@ class UnisonoGroup(distributed.ProcessGroup):
     def allgather(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _DEFAULT
     ) -> distributed.Work:
-        """Give every rank the tensors of all ranks, which may differ in shape."""
+        """Gather the tensors of all ranks, which may differ in shape, on every rank."""
         run = partial(operations.allgather, self.comm, outputs[0], inputs[0], self._limit)
+        # PyTorch's interface has a list per device, and a host is one device.
         return self._start("allgather", run, opts, outputs[0])
 
     def all_gather_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = _DEFAULT
     ) -> distributed.Work:
-        """Join the tensors of all ranks in one."""
+        """Gather the tensors of all ranks into one tensor."""
         run = partial(operations.allgather, self.comm, [output], tensor, self._limit)
         return self._start("all_gather_single", run, opts, [output])
 
     def all_gather_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT
     ) -> distributed.Work:
-        """Do this for several tensors."""
+        """Run `all_gather_single` for several tensors."""
         pairs = [([out], tensor) for out, tensor in zip(outputs, inputs, strict=True)]
         run = partial(operations.allgather_each, self.comm, pairs, self._limit)
         return self._start("all_gather_single_coalesced", run, opts, outputs)
@@ -219,7 +232,8 @@ class UnisonoGroup(distributed.ProcessGroup):
     def allgather_coalesced(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _DEFAULT
     ) -> distributed.Work:
-        """Give every rank several tensors of all ranks: `outputs[rank][number]`."""
+        """Gather several tensors of all ranks on every rank: `outputs[rank][number]`."""
+        # `outputs[rank][number]`, but the operation fills the outputs of one tensor at a time.
         pairs = list(zip(zip(*outputs, strict=True), inputs, strict=True))
         run = partial(operations.allgather_each, self.comm, pairs, self._limit)
         return self._start("allgather_coalesced", run, opts, [t for row in outputs for t in row])
@@ -227,7 +241,7 @@ class UnisonoGroup(distributed.ProcessGroup):
     def gather(
         self, outputs: Sequence[Tensors], inputs: Tensors, opts: Any = _DEFAULT
     ) -> distributed.Work:
-        """Give the root the tensors of all ranks."""
+        """Gather the tensors of all ranks on the root."""
         found = outputs[0] if outputs else []
         run = partial(operations.gather, self.comm, found, inputs[0], opts.rootRank, self._limit)
         return self._start("gather", run, opts, found)
@@ -235,7 +249,7 @@ class UnisonoGroup(distributed.ProcessGroup):
     def scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _DEFAULT
     ) -> distributed.Work:
-        """Give every rank one of the root's tensors."""
+        """Send one of the root's tensors to each rank."""
         parts = inputs[0] if inputs else []
         run = partial(operations.scatter, self.comm, outputs[0], parts, opts.rootRank, self._limit)
         return self._start("scatter", run, opts, outputs)
@@ -243,7 +257,7 @@ class UnisonoGroup(distributed.ProcessGroup):
     def reduce_scatter(
         self, outputs: Tensors, inputs: Sequence[Tensors], opts: Any = _DEFAULT
     ) -> distributed.Work:
-        """Reduce tensors over all ranks, and give each rank one of them."""
+        """Reduce tensors over all ranks; each rank gets one of them."""
         op = reduction(opts.reduceOp)
         run = partial(operations.reduce_scatter, self.comm, outputs[0], inputs[0], op, self._limit)
         return self._start("reduce_scatter", run, opts, outputs)
@@ -251,7 +265,7 @@ class UnisonoGroup(distributed.ProcessGroup):
     def reduce_scatter_single(
         self, output: torch.Tensor, tensor: torch.Tensor, opts: Any = _DEFAULT
     ) -> distributed.Work:
-        """Reduce a tensor over all ranks, and give each rank an equal share."""
+        """Reduce a tensor over all ranks; each rank gets an equal share."""
         op = reduction(opts.reduceOp)
         run = partial(operations.reduce_scatter, self.comm, output, [tensor], op, self._limit)
         return self._start("reduce_scatter_single", run, opts, [output])
@@ -259,14 +273,14 @@ class UnisonoGroup(distributed.ProcessGroup):
     def reduce_scatter_single_coalesced(
         self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT
     ) -> distributed.Work:
-        """Do this for several tensors."""
+        """Run `reduce_scatter_single` for several tensors."""
         op = reduction(opts.reduceOp)
         pairs = list(zip(outputs, inputs, strict=True))
         run = partial(operations.reduce_scatter_each, self.comm, pairs, op, self._limit)
         return self._start("reduce_scatter_single_coalesced", run, opts, outputs)
 
     def alltoall(self, outputs: Tensors, inputs: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
-        """Give every rank one of this rank's tensors, and take one of each."""
+        """Send one tensor to each rank, and receive one from each."""
         run = partial(operations.alltoall, self.comm, outputs, inputs, self._limit)
         return self._start("alltoall", run, opts, outputs)
 
@@ -274,13 +288,14 @@ class UnisonoGroup(distributed.ProcessGroup):
         self, output: torch.Tensor, tensor: torch.Tensor, output_sizes: Sequence[int],
         input_sizes: Sequence[int], opts: Any = _DEFAULT,
     ) -> distributed.Work:  # fmt: skip
-        """Give every rank some rows of this rank's tensor, and join what all ranks give."""
+        """Send rows of a tensor to each rank, and concatenate the received rows."""
         sizes = list(output_sizes), list(input_sizes)
         run = partial(operations.alltoall_rows, self.comm, output, tensor, *sizes, self._limit)
         return self._start("all_to_all_single", run, opts, [output])
 
     def send(self, tensors: Tensors, dest: int, tag: int = 0) -> distributed.Work:
         """Start sending a tensor to another rank."""
+        # Point-to-point messages do not use the queue: they may complete in any order.
         message = self._message("send", tensors[0], dest, tag)
         return PendingWork(message, "send", tensors)
 
@@ -290,17 +305,17 @@ class UnisonoGroup(distributed.ProcessGroup):
         return PendingWork(message, "recv", tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> distributed.Work:
-        """Start receiving a tensor from whichever rank sends one."""
+        """Start receiving a tensor from any rank."""
         return self.recv(tensors, None, tag)
 
     def barrier(self, opts: Any = _DEFAULT) -> distributed.Work:
-        """Return when every rank has called this."""
+        """Wait until every rank has called this."""
         told = opts.timeout.total_seconds()
         limit = told if told > 0 else self._limit
         return self._start("barrier", partial(self.comm.barrier, timeout=limit), opts, ())
 
     def set_timeout(self, timeout: timedelta) -> None:
-        """Let operations that begin from now on take so long."""
+        """Set the timeout of operations that begin from now on."""
         self._limit = timeout.total_seconds()
 
     def average(self, bucket: torch.Tensor, compression: cc.Compression) -> distributed.Work:
@@ -310,17 +325,18 @@ class UnisonoGroup(distributed.ProcessGroup):
     def monitored_barrier(
         self, timeout: timedelta | None = None, wait_all_ranks: bool = False
     ) -> None:
-        """Return when every rank has called this, or name those that have not, on all ranks.
+        """Wait until every rank has called this, or raise on all ranks and name missing ranks.
 
         Args:
-            timeout: of this call; that of the group if None.
-            wait_all_ranks: no difference: an error names all ranks that this one waits for, on one
-                node all that are missing, else those whose messages are.
+            timeout: timeout of this call; None uses that of the group.
+            wait_all_ranks: ignored: an error names all ranks that this one waits for. On one node
+                these are all missing ranks, otherwise the ranks whose messages are missing.
         """
         limit = self._limit if timeout is None else timeout.total_seconds()
-        self._line.run(partial(self.comm.barrier, timeout=limit))
+        # By the queue, so that earlier operations of this rank are complete before.
+        self._queue.run(partial(self.comm.barrier, timeout=limit))
 
-    # As older programs call them.
+    # Names in older versions of PyTorch.
     _allgather_base = all_gather_single
     _reduce_scatter_base = reduce_scatter_single
     alltoall_base = all_to_all_single
@@ -329,46 +345,51 @@ class UnisonoGroup(distributed.ProcessGroup):
 
     def shutdown(self) -> None:
         """Close the group's communicator, unless an operation still uses it; *collective*."""
-        if self._line.close():
+        # The communicator stays open if an operation still uses its memory.
+        if self._queue.stop(_CLOSE_SECONDS):
             self.comm.close()
 
     def abort(self) -> None:
-        """Take no more operations, without waiting for other ranks."""
-        self._line.close(0.0)
+        """Reject further operations, without waiting for other ranks."""
+        self._queue.stop(0)
 
     def _message(
         self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int
     ) -> p2p.MessageWork:
-        """Start sending or receiving a tensor, unless the group has ended, also by an error."""
+        """Start sending or receiving a tensor; raise if the group is closed or has failed."""
         begin: Any = p2p.send if operation == "send" else p2p.receive
         try:
+            # A message to a failed group would only end by its timeout.
             extend.check_usable(self.comm, operation)
             message: p2p.MessageWork = begin(self.comm, tensor, peer, tag, self._limit)
         except Exception as error:
             raise translated(error) from error.__cause__
         return message
 
+    # `results` keeps the tensors alive until the operation has finished.
     def _start(
         self, operation: str, run: Callable[[], Any], opts: Any, results: Tensors
     ) -> distributed.Work:
-        """Carry out an operation, or let it be carried out."""
+        """Run an operation, or queue it if it is asynchronous."""
         if not opts.asyncOp:
-            self._line.run(run)
+            self._queue.run(run)
             return DONE
         if self._threads:
-            return PendingWork(self._line.submit(run), operation, results)
-        self._line.run(run)
+            return PendingWork(self._queue.submit(run), operation, results)
+        # Without thread support of MPI it completes here, in the same order on all ranks.
+        self._queue.run(run)
         return CompletedWork(results)
 
     def _reduce_bucket(
         self, tensor: torch.Tensor, how: operations.Reduction, codec: cc.Compression = cc.NONE
     ) -> distributed.Work:
         """Reduce a bucket of DDP."""
+        # All ranks share a node: a thread of the queue would take the core of the backward pass.
         if self._buckets is not None and not tensor.is_sparse:
-            self._line.run(partial(self._buckets.allreduce, tensor, how, self._limit, codec))
+            self._queue.run(partial(self._buckets.allreduce, tensor, how, self._limit, codec))
             return CompletedWork([tensor])
         run = partial(operations.allreduce, self.comm, [tensor], how, self._limit, codec)
         if not self._threads:
-            self._line.run(run)
+            self._queue.run(run)
             return CompletedWork([tensor])
-        return PendingWork(self._line.submit(run), "allreduce", [tensor])
+        return PendingWork(self._queue.submit(run), "allreduce", [tensor])

@@ -1,6 +1,6 @@
 """DDP support: a communication hook, and recovery after an error."""
 
-# Without `from __future__ import annotations`: DDP looks at those of a hook.
+# Without `from __future__ import annotations`, because DDP reads the annotations of a hook.
 from typing import Any, NamedTuple
 
 import torch
@@ -13,11 +13,11 @@ __all__ = ["DdpOptions", "ddp_hook", "recover"]
 
 
 class DdpOptions(NamedTuple):
-    """What `ddp_hook` goes by; its state.
+    """Options of `ddp_hook`, passed as its state.
 
     Attributes:
-        group: of the ranks that average; that of all ranks if None.
-        compression: of gradients that travel as messages, such as `cc.FP16.on("network")`.
+        group: process group that averages; None for the default group.
+        compression: compression of gradients in messages, such as `cc.FP16.on("network")`.
     """
 
     group: Any = None
@@ -29,40 +29,44 @@ def ddp_hook(
 ) -> torch.futures.Future[torch.Tensor]:
     """Average a bucket of DDP over all ranks, in place.
 
-    For `model.register_comm_hook(None, strategies.torch.ddp_hook)`. It saves the division of each
-    gradient, and the way through C++: errors keep their type.
+    Use it with `model.register_comm_hook(None, strategies.torch.ddp_hook)`. It saves the division
+    of each gradient, and keeps the types of errors, which C++ would change.
 
     Args:
-        state: None for all ranks and no compression.
-        bucket: as DDP gives it.
+        state: options; None for all ranks without compression.
+        bucket: bucket of DDP.
 
     Returns:
-        A future that has the bucket's tensor.
+        A future of the bucket's tensor.
 
     Raises:
-        TypeError: the ranks' process group is not one of this backend.
+        TypeError: the process group does not use this backend.
     """
+    # `register_comm_hook(None, ...)` passes None as the state.
     options = state or DdpOptions()
     group = options.group or distributed.group.WORLD
     if not isinstance(group, UnisonoGroup):
         raise TypeError(f"ddp_hook: expected a group of the backend unisono, got {group!r}")
     tensor = bucket.buffer()
     work = group.average(tensor, options.compression)
+    # DDP expects a future of one tensor; a `Work` has a list.
     done: Any = work.get_future().then(lambda future: future.value()[0])
     return done
 
 
 def recover(model: Any, group: Any = None) -> None:
-    """Let a DDP model go on after an error in its backward pass, perhaps with another group.
+    """Reset a DDP model after an error in its backward pass, optionally with another group.
 
-    *Collective*: all ranks of the group, which then hold the same parameters again as far as they
-    did before the error.
+    *Collective*: all ranks of the group. Parameters that were equal before the error are equal
+    after it.
 
     Args:
         model: `torch.nn.parallel.DistributedDataParallel`.
-        group: with which it goes on; its own if None.
+        group: the new process group; None keeps the current one.
     """
+    # Private methods, since DDP has no public way to leave an interrupted backward pass.
     model.reducer._reset_state()
     if group is not None:
         model._update_process_group(group)
+    # Some gradients are averages, others not; none of them may be used.
     model.zero_grad()

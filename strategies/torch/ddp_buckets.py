@@ -1,22 +1,22 @@
 """DDP buckets moved to node-shared memory and reduced in place.
 
-DDP makes buckets of its own, and gives each to `allreduce` again and again, but for the one of the
-first backward pass. Before the second one it tells its ranks of the last buckets; some models have
-these from the beginning. So a bucket that was announced stays, and one that comes again. The memory
-below it is exchanged::
+DDP allocates its own buckets and passes each to `allreduce` in every step, except the bucket of the
+first backward pass. Before the second one it broadcasts the sizes of the final buckets; some models
+have these from the start. So announced buckets, and buckets that are passed twice, are permanent.
+Their memory is swapped::
 
-    before    bucket -> storage -> private memory     its views, such as `.grad`, know the storage
-    after     bucket -> storage -> shared memory      private memory is given back
+    before    bucket -> storage -> private memory     views, such as `.grad`, refer to the storage
+    after     bucket -> storage -> shared memory      private memory is freed
 
-From then on nothing is copied. PyTorch exchanges memory only by a private method: where that is
-missing, or does something else, buckets stay where they are, and are reduced there.
+From then on nothing is copied. PyTorch can swap memory only by a private method. If the method is
+missing or behaves differently, buckets are reduced in their private memory.
 
-DDP says nowhere that it is the caller; the names of functions of PyTorch 2.4 to 2.13 do. Under
-other names nothing is announced, and a bucket moves when it comes again; or a bucket is an
-all-reduce like all others, and stays.
+DDP does not identify itself as the caller; function names of PyTorch 2.4 to 2.13 do. With other
+names nothing is announced. Then buckets are moved when they are passed twice, or are treated as
+ordinary all-reduces.
 
-The ranks move a bucket together, or not at all: in DDP's `join` a rank that has no more data takes
-part with buckets that are new each time. The others find out by a `MismatchError`, and stay.
+The ranks move a bucket together or not at all. In DDP's `join` a rank without more data takes part
+with buckets that are new each time. The other ranks then get a `MismatchError` and move nothing.
 """
 
 from __future__ import annotations
@@ -35,16 +35,16 @@ from strategies.torch.tensor_views import Array
 
 __all__ = ["DdpBuckets", "is_ddp_bucket", "starts_rebuild"]
 
-# Where the engine of autograd is called, and with it DDP's reducer, in C++.
+# Module that calls the autograd engine, and thereby DDP's reducer in C++.
 _AUTOGRAD = "torch.autograd.graph"
 
-# Where DDP makes its last buckets, which C++ does: in a forward pass, or in that of a rank that has
-# no more data.
+# Functions in which C++ allocates DDP's final buckets: a forward pass, or the `join` of a rank that
+# has no more data.
 _DDP, _REBUILD = "torch.nn.parallel.distributed", ("_pre_forward", "main_hook")
 
 
 class _SharedRegion:
-    """Shared memory for one bucket, and for another one of its size when that is gone."""
+    """Shared memory for one bucket, reused for another one of its size after that is freed."""
 
     def __init__(self, memory: Array) -> None:
         self.memory = memory
@@ -55,58 +55,67 @@ class _SharedRegion:
 
 
 class DdpBuckets:
-    """The buckets that come to one process group.
+    """The buckets of one process group.
 
     Args:
-        comm: its ranks, which share a node.
+        comm: the ranks, which share a node.
     """
 
     def __init__(self, comm: cc.Communicator) -> None:
         self._comm = comm
+        # Tested once per group by swapping two small tensors.
         self._can_swap = _can_swap()
         self._regions: list[_SharedRegion] = []
-        self._announced = 0  # buckets that will come, and stay
-        # Storages that have come once; those that stay, and were moved if all ranks could.
+        self._announced = 0  # number of permanent buckets still to be passed
+        # Storages passed once; and permanent ones, which were moved if all ranks could.
         self._once: weakref.WeakSet[Any] = weakref.WeakSet()
         self._staying: weakref.WeakSet[Any] = weakref.WeakSet()
 
     def expect(self, count: int) -> None:
-        """Take it that the next new buckets, so many, will come again and again."""
+        """Treat the next `count` new buckets as permanent."""
         self._announced = count
 
     def allreduce(
         self, tensor: torch.Tensor, how: Reduction, limit: float, codec: cc.Compression
     ) -> None:
-        """Reduce a bucket in place, and move it if it has come before; *collective*."""
+        """Reduce a bucket in place, and move it if it is permanent; *collective*."""
         if self._can_swap:
             self._look_at(tensor, limit)
         operations.allreduce(self._comm, [tensor], how, limit, codec)
 
     def _look_at(self, tensor: torch.Tensor, limit: float) -> None:
         storage = tensor.untyped_storage()
+        # Already shared, or not to be moved: the common case after the second step.
         if storage in self._staying:
             return
+        # A bucket seen for the first time may be temporary, so it is only noted.
         if storage not in self._once:
             if not self._announced:
                 self._once.add(storage)
                 return
+            # Also for buckets that cannot move, which count among the announced ones.
             self._announced -= 1
         self._staying.add(storage)
         nbytes = storage.nbytes()
+        # Views into a larger storage must not lose the rest of it.
         if nbytes and tensor.nbytes == nbytes and tensor.is_contiguous():
             try:
                 region = self._region(nbytes, limit)
             except cc.MismatchError as error:
+                # In `join` some ranks pass new buckets and are in `allreduce` already.
                 if not operations.differs_in_memory(error):
                     raise
                 return
             shared = torch.from_numpy(region.memory)
+            # The content moves before the pointer: the gradients are in the bucket.
             shared.copy_(torch.empty(0, dtype=torch.uint8).set_(storage))
             storage._swap_data_ptr_(shared.untyped_storage())
+            # The storage owns the shared memory now; once DDP frees it, the region may be reused.
             weakref.finalize(storage, region.free)
 
     def _region(self, nbytes: int, limit: float) -> _SharedRegion:
-        """Return shared memory that no rank uses any more, or new."""
+        """Return shared memory that no rank uses any more, or allocate some."""
+        # Ranks free storages at different times, so a region must be free on all of them.
         usable = [
             number
             for number, region in enumerate(self._regions)
@@ -117,13 +126,15 @@ class DdpBuckets:
             if all(number in numbers for numbers in everyones):
                 self._regions[number].is_free = False
                 return self._regions[number]
+        # Collective: all ranks agree in the exchange above that no region is free.
         made = _SharedRegion(self._comm.shared_empty(nbytes, np.uint8, timeout=limit))
         self._regions.append(made)
         return made
 
 
 def _can_swap() -> bool:
-    """Tell whether this PyTorch exchanges the memory below two storages."""
+    """Return whether this PyTorch swaps the memory of two storages."""
+    # A view must see the new memory as well, because `.grad` are views of buckets.
     try:
         one, other = torch.ones(4), torch.zeros(4)
         view = one[1:]
@@ -134,10 +145,10 @@ def _can_swap() -> bool:
 
 
 def is_ddp_bucket(tensor: torch.Tensor, frame: FrameType) -> bool:
-    """Tell whether this is a bucket of DDP, or the sparse gradient that is one by itself.
+    """Return whether this is a bucket of DDP, or a sparse gradient, which is a bucket by itself.
 
-    Of DDP's reducer, which C++ calls, the engine of autograd is the caller; it also is of an
-    operation in a backward pass that C++ starts otherwise. A bucket is flat, and all of its memory.
+    C++ calls DDP's reducer, so the caller is the autograd engine. The same holds for an operation
+    in a backward pass that C++ starts otherwise. A bucket is 1-D and covers all of its memory.
     """
     if frame.f_globals.get("__name__") != _AUTOGRAD:
         return False
@@ -147,10 +158,10 @@ def is_ddp_bucket(tensor: torch.Tensor, frame: FrameType) -> bool:
 
 
 def starts_rebuild(frame: FrameType) -> bool:
-    """Tell whether this calls a broadcast by which DDP says what its last buckets are.
+    """Return whether this frame calls the broadcast that announces DDP's final buckets.
 
-    Before the second forward pass rank 0 tells the order of the parameters, and then the size of
-    each bucket, so that the last of these broadcasts has as many elements as there are buckets.
+    Before the second forward pass rank 0 broadcasts the order of the parameters, and then the size
+    of each bucket. So the number of elements of the last broadcast is the number of buckets.
     """
     code = frame.f_code
     return code.co_name in _REBUILD and frame.f_globals.get("__name__") == _DDP

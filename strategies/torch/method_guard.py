@@ -24,17 +24,17 @@ _WITHOUT_GRADIENTS = ("train", "eval")
 
 
 class MethodGuard:
-    """Checks that methods leave parameters alone while gradients are not averaged.
+    """Checks that methods do not change parameters while gradients are not averaged.
 
     Args:
         optimizer: the wrapped optimizer.
-        backward: its backward passes since the last average.
+        backward: counter of backward passes since the last average.
     """
 
     def __init__(self, optimizer: torch.optim.Optimizer, backward: GradientHooks) -> None:
         self._optimizer = optimizer
         self._backward = backward
-        self._harmless: set[str] = set()  # methods that left the parameters alone
+        self._harmless: set[str] = set()  # methods that did not change the parameters
 
     def guard(self, name: str, method: Callable[..., Any]) -> Callable[..., Any]:
         """Return a method that compares the parameters before and after each call.
@@ -42,8 +42,8 @@ class MethodGuard:
         Methods that every optimizer has, and harmless ones, are returned unchanged.
 
         Raises:
-            ValueError: by the returned method, which has changed parameters between a backward pass
-                and the next average.
+            ValueError: raised by the returned method if it has changed parameters between a
+                backward pass and the next average.
         """
         known = name in _WITHOUT_GRADIENTS or name in self._harmless
         if known or name.startswith("_") or hasattr(torch.optim.Optimizer, name):
@@ -51,10 +51,12 @@ class MethodGuard:
 
         @functools.wraps(method)
         def guarded(*args: Any, **kwargs: Any) -> Any:
+            # Without a backward pass no gradient belongs to this rank alone.
             if not self._backward.passes:
                 return method(*args, **kwargs)
             before = self._checksums()
             result = method(*args, **kwargs)
+            # Bits instead of version counters: a method may write through `.data`.
             if self._checksums() != before:
                 raise ValueError(
                     f"{name}: the method has changed parameters with gradients of this rank alone, "

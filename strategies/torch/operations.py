@@ -1,8 +1,9 @@
-"""Operations of torch.distributed by those of a communicator.
+"""Operations of torch.distributed, implemented by those of a communicator.
 
-Several tensors of one call take one way between nodes, where each way of its own costs its messages
-(64 of 4 KiB, 2 nodes of one rank: all-reduce 470 us where one after the other take 674, all-gather
-682 and 7929); on one node plans are faster one after the other (251 and 185, 638 and 298).
+Between nodes, several tensors of one call are sent together, because each separate operation costs
+messages. For 64 tensors of 4 KiB on 2 nodes with one rank each, together and one by one take: all-
+reduce 470 and 674 us, all-gather 682 and 7929 us. On one node plans are faster one by one: 251 us
+together and 185 one by one, 638 and 298.
 """
 
 from __future__ import annotations
@@ -49,11 +50,11 @@ Pairs = Sequence[tuple[Tensors, torch.Tensor]]
 
 
 class Reduction(NamedTuple):
-    """How numbers are combined.
+    """A reduction of torch.distributed.
 
     Attributes:
-        op: of a communicator.
-        factor: by which all numbers are multiplied before.
+        op: op of a communicator.
+        factor: factor of all numbers before the reduction; None for no factor.
     """
 
     op: Any
@@ -73,9 +74,9 @@ _REDUCTIONS = {
 
 MEAN = Reduction(cc.MEAN)
 
-# Replacements of ops by the kind of the dtype in NumPy. Truth values have no sum: any, and all. The
-# average of integers is truncated towards zero, as by `ncclAvg`; frameworks over Gloo, which has no
-# average, divide the sum and also truncate.
+# Replacements of ops by NumPy's kind of the dtype. Bool has no sum, so use any and all. The average
+# of integers is truncated toward zero, as by `ncclAvg`; frameworks over Gloo, which has no average,
+# also truncate when they divide the sum.
 _INSTEAD = {
     "b": {cc.SUM: cc.MAX, cc.PRODUCT: cc.MIN},
     "i": {cc.MEAN: cc.INTEGER_MEAN},
@@ -84,9 +85,10 @@ _INSTEAD = {
 
 
 def reduction(op: Any) -> Reduction:
-    """Return what a `ReduceOp` means."""
+    """Return the reduction of a `ReduceOp`."""
     known = _REDUCTIONS.get(op.op)
     if known is None:  # PREMUL_SUM
+        # The factor is a number, or a tensor with one element.
         factor = op.factor
         factor = factor.item() if isinstance(factor, torch.Tensor) else factor
         return Reduction(cc.SUM, factor=factor)
@@ -105,6 +107,7 @@ def allreduce(
         _allreduce_together(comm, [t for t in tensors if not t.is_sparse], how, limit)
         tensors = [t for t in tensors if t.is_sparse]
     for tensor in tensors:
+        # Sparse tensors have another number of rows on each rank.
         if tensor.is_sparse:
             _allreduce_rows(comm, tensor, how, limit)
             continue
@@ -114,6 +117,7 @@ def allreduce(
         except cc.MismatchError as error:
             if not differs_in_memory(error):
                 raise
+            # A copy is in private memory on every rank, so the ranks agree.
             array[...] = _reduce(comm, array.copy(), how, limit, codec=codec)
         if write is not None:
             write()
@@ -123,6 +127,7 @@ def _allreduce_together(
     comm: cc.Communicator, tensors: Tensors, how: Reduction, limit: float
 ) -> None:
     lent = [_lend(comm, tensor, adds=True) for tensor in tensors]
+    # All were lent before the first exchange, so an error there raises before any message.
     by_op: dict[Any, list[tuple[Array, Array]]] = {}
     for array, _ in lent:
         op, sent = _prepare(array, how)
@@ -138,12 +143,14 @@ def _allreduce_together(
 def _allreduce_rows(
     comm: cc.Communicator, tensor: torch.Tensor, how: Reduction, limit: float
 ) -> None:
-    """Reduce a sparse tensor in place: the result has the elements that any rank has."""
+    """Reduce a sparse tensor in place; the result has the elements of all ranks."""
     own = tensor.detach().coalesce()
     sizes = tuple(own.shape[: own.sparse_dim()])
     values, _ = borrow(own.values())
     if how.factor is not None:
+        # In the dtype of the values, since a float64 factor would widen them.
         values = values * np.asarray(how.factor, values.dtype)
+    # Several sparse dimensions become one row number, which the exchange understands.
     where = np.ravel_multi_index(tuple(own.indices().cpu().numpy()), sizes)
     found, rows = comm.sparse_allreduce(
         where, values, num_rows=math.prod(sizes), op=how.op, timeout=limit
@@ -151,16 +158,17 @@ def _allreduce_rows(
     result = torch.empty(rows.shape, dtype=own.dtype)
     as_numpy(result)[...] = rows
     indices = torch.from_numpy(np.stack(np.unravel_index(found, sizes)))
+    # The result replaces indices and values of the same tensor object, which DDP holds.
     with torch.no_grad():
         tensor.copy_(torch.sparse_coo_tensor(indices, result, own.shape, check_invariants=False))
 
 
 def differs_in_memory(error: cc.MismatchError) -> bool:
-    """Tell whether ranks that reduce the same bucket differ only in where it lies.
+    """Return whether ranks that reduce the same bucket differ only in its memory.
 
-    So it is in DDP's `join`, where ranks that have no more data take part with buckets that are new
-    each time, and the others' are in shared memory, or about to be moved there by a call of
-    `allgather_object` (`ddp_buckets`). All ranks get the same error, so all do alike.
+    This happens in DDP's `join`. Ranks without more data pass buckets that are new each time. The
+    buckets of other ranks are in shared memory, or are just being moved by a call of
+    `allgather_object` (`ddp_buckets`). All ranks get the same error, so they react alike.
     """
     if error.operations == {"allreduce"}:
         return "memory" in error.fields
@@ -168,9 +176,10 @@ def differs_in_memory(error: cc.MismatchError) -> bool:
 
 
 def broadcast(comm: cc.Communicator, tensor: torch.Tensor, root: int, limit: float) -> None:
-    """Replace a tensor by the root's."""
+    """Overwrite a tensor with the root's."""
     array, write = _lend(comm, tensor)
     comm.broadcast(array, root, out=array, timeout=limit)
+    # The root's tensor has the value already.
     if write is not None and comm.rank != root:
         write()
 
@@ -178,17 +187,19 @@ def broadcast(comm: cc.Communicator, tensor: torch.Tensor, root: int, limit: flo
 def reduce(
     comm: cc.Communicator, tensor: torch.Tensor, root: int, how: Reduction, limit: float
 ) -> None:
-    """Replace the root's tensor by the reduction of all."""
+    """Overwrite the root's tensor with the reduction of all."""
     array, write = _lend(comm, tensor, adds=True)
     op, sent = _prepare(array, how)
+    # Other ranks have no use for the result, and no memory for it.
     comm.reduce(sent, root, op=op, out=array if comm.rank == root else None, timeout=limit)
     if write is not None and comm.rank == root:
         write()
 
 
 def allgather(comm: cc.Communicator, outputs: Tensors, tensor: torch.Tensor, limit: float) -> None:
-    """Fill the outputs with the elements of all ranks, one after the other."""
+    """Fill the outputs with the elements of all ranks in rank order."""
     array, _ = _lend(comm, tensor)
+    # Into the output itself if it is one contiguous tensor.
     own = _memory(outputs)
     joined = comm.allgather(array.reshape(-1), out=own, timeout=limit)
     if own is None:
@@ -196,9 +207,10 @@ def allgather(comm: cc.Communicator, outputs: Tensors, tensor: torch.Tensor, lim
 
 
 def allgather_each(comm: cc.Communicator, pairs: Pairs, limit: float) -> None:
-    """Do this for several tensors and their outputs."""
+    """Run `allgather` for several tensors and their outputs."""
     if comm.num_nodes > 1:
         arrays = [_lend(comm, tensor)[0].reshape(-1) for _, tensor in pairs]
+        # One exchange for all tensors; the outputs are filled from its result.
         joined = comm.grouped_allgather(arrays, timeout=limit)
         for (outputs, _), elements in zip(pairs, joined, strict=True):
             _fill("allgather", outputs, elements)
@@ -210,7 +222,7 @@ def allgather_each(comm: cc.Communicator, pairs: Pairs, limit: float) -> None:
 def gather(
     comm: cc.Communicator, outputs: Tensors, tensor: torch.Tensor, root: int, limit: float
 ) -> None:
-    """Fill the root's outputs with the elements of all ranks, one after the other."""
+    """Fill the root's outputs with the elements of all ranks in rank order."""
     array, _ = _lend(comm, tensor)
     joined = comm.gather(array.reshape(-1), root, timeout=limit)
     if joined is not None:
@@ -224,6 +236,7 @@ def scatter(
     joined, sizes = None, None
     if comm.rank == root:
         arrays = [_lend(comm, part)[0].reshape(-1) for part in parts]
+        # One array with counts, because the parts may have different sizes.
         joined, sizes = np.concatenate(arrays), [array.size for array in arrays]
     own = _memory([output])
     received = comm.scatter(joined, root, out=own, counts=sizes, timeout=limit)
@@ -234,12 +247,13 @@ def scatter(
 def reduce_scatter(
     comm: cc.Communicator, output: torch.Tensor, parts: Tensors, how: Reduction, limit: float
 ) -> None:
-    """Fill the output with this rank's part of the reduction; one part is cut into equal ones."""
+    """Fill the output with this rank's part of the reduction; a single part is split evenly."""
     arrays = [_lend(comm, part, adds=True)[0].reshape(-1) for part in parts]
     joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     sizes = [array.size for array in arrays] if len(arrays) > 1 else None
+    # An uneven split is an error of the caller, which must raise on all ranks.
     if sizes is None and joined.size % comm.size:
-        sizes = [joined.size // comm.size] * comm.size  # refused: the others hear of it
+        sizes = [joined.size // comm.size] * comm.size  # invalid: raises on all ranks
     own = _memory([output])
     op, sent = _prepare(joined, how)
     share = comm.reduce_scatter(sent, op=op, out=own, counts=sizes, timeout=limit)
@@ -253,11 +267,12 @@ def reduce_scatter_each(
     how: Reduction,
     limit: float,
 ) -> None:
-    """Do this for several tensors and their outputs."""
+    """Run `reduce_scatter` for several tensors and their outputs."""
     arrays = [_lend(comm, tensor, adds=True)[0].reshape(-1) for _, tensor in pairs]
     prepared = [_prepare(array, how) for array in arrays]
     ops = {op for op, _ in prepared}
     even = all(array.size % comm.size == 0 for array in arrays)
+    # Only even shares: a grouped reduce-scatter has no counts.
     if comm.num_nodes > 1 and even and len(ops) == 1:
         sent = [array for _, array in prepared]
         shares = comm.grouped_reduce_scatter(sent, op=ops.pop(), timeout=limit)
@@ -269,7 +284,7 @@ def reduce_scatter_each(
 
 
 def alltoall(comm: cc.Communicator, outputs: Tensors, inputs: Tensors, limit: float) -> None:
-    """Give every rank one of the inputs, and fill the outputs with what all give."""
+    """Send one input to each rank, and fill the outputs with the received elements."""
     arrays = [_lend(comm, tensor)[0].reshape(-1) for tensor in inputs]
     sizes = [array.size for array in arrays]
     joined = comm.alltoall(np.concatenate(arrays), counts=sizes, timeout=limit)
@@ -280,17 +295,19 @@ def alltoall_rows(
     comm: cc.Communicator, output: torch.Tensor, tensor: torch.Tensor,
     output_sizes: Sequence[int], input_sizes: Sequence[int], limit: float,
 ) -> None:  # fmt: skip
-    """Give every rank some rows of a tensor, and fill the output with what all give."""
+    """Send rows of a tensor to each rank, and fill the output with the received rows."""
     array, _ = _lend(comm, tensor)
     rows = len(array) if array.ndim else 1
+    # PyTorch passes no sizes for even shares.
     sizes = list(input_sizes) or [rows // comm.size] * comm.size
     row = math.prod(array.shape[1:])
     joined, received = comm.alltoall(
         array.reshape(rows, row), counts=sizes, return_counts=True, timeout=limit
     )
     if output_sizes and list(output_sizes) != received.tolist():
+        # The sizes of other ranks are known only after the exchange.
         raise ValueError(
-            f"all_to_all_single: other rows came than the output sizes say, expected "
+            f"all_to_all_single: the received rows differ from the output sizes, expected "
             f"{list(output_sizes)}, got {received.tolist()} (rank {comm.rank} of {comm.size})"
         )
     _fill("all_to_all_single", [output], joined)
@@ -299,24 +316,25 @@ def alltoall_rows(
 def _lend(
     comm: cc.Communicator, tensor: torch.Tensor, *, adds: bool = False
 ) -> tuple[Array, Callable[[], Any] | None]:
-    """Return a tensor's elements and what writes them back, or let all ranks refuse it."""
+    """Return a tensor's elements and the function that writes them back; raise on all ranks."""
     array = contiguous_view(tensor)
     if array is not None:
         return array, None
     if tensor.layout is not torch.strided or tensor.is_meta:
-        comm.allreduce(tensor)  # raises, and the others hear of it
+        comm.allreduce(tensor)  # raises on all ranks
     if adds and not has_arithmetic(tensor.dtype):
         comm.allreduce(tensor.detach())
     return borrow(tensor)
 
 
 def _prepare(array: Array, how: Reduction) -> tuple[Any, Array]:
-    """Return the op for an array of such numbers, and what is to be combined."""
+    """Return the op for the array's dtype, and the scaled array."""
+    # Bool and integers have other ops for some reductions.
     instead = _INSTEAD.get(array.dtype.kind)
     op = how.op if instead is None else instead.get(how.op, how.op)
     if how.factor is None:
         return op, array
-    with np.errstate(all="ignore"):  # an error of this rank alone would leave the others waiting
+    with np.errstate(all="ignore"):  # an error on this rank alone would leave other ranks waiting
         return op, array * np.asarray(how.factor, array.dtype)
 
 
@@ -331,7 +349,7 @@ def _reduce(
 
 
 def _memory(outputs: Tensors) -> Array | None:
-    """Return the memory of a single output where an operation can write, else None."""
+    """Return the memory of a single contiguous host output, otherwise None."""
     output = outputs[0]
     if len(outputs) == 1 and is_contiguous_host(output):
         return as_numpy(output).reshape(-1)
@@ -339,7 +357,7 @@ def _memory(outputs: Tensors) -> Array | None:
 
 
 def _fill(operation: str, outputs: Tensors, elements: Array) -> None:
-    """Write elements into tensors, one after the other."""
+    """Write elements into tensors, in order."""
     elements = elements.reshape(-1)
     ends = list(itertools.accumulate(output.numel() for output in outputs))
     if ends[-1:] != [elements.size]:

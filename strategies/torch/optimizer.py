@@ -1,15 +1,15 @@
 """`DistributedOptimizer` for PyTorch.
 
-What `.grad` holds::
+Contents of `.grad`::
 
          backward, enough passes: average of all ranks
-    OWN ----------------------------------------------> AVERAGED <-- looks at them -- ASKED
+    OWN ----------------------------------------------> AVERAGED <--- scaler reads -- ASKED
      ^ \\  too few passes                                |    \\                         ^
-     |  `---------------> ADDED ----- backward ------->-+     `---- a scaler asks ------'
+     |  `---------------> ADDED ----- backward ------->-+     `---- scaler asks --------'
      |                      |                           |
      `------- step ---------+--------- step ------------'
 
-A step or `synchronize` after a backward pass goes to the right, without one it stays where it is.
+A step or `synchronize` after a backward pass moves to the right, otherwise it changes nothing.
 """
 
 from __future__ import annotations
@@ -39,8 +39,8 @@ from strategies.torch.method_guard import MethodGuard
 from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of, settings_of
 
 if TYPE_CHECKING:
-    # For type checkers it is an optimizer of any class, since it has the attributes of the one that
-    # it holds and takes its place: `optimizer = DistributedOptimizer(optimizer)`.
+    # For type checkers it is an optimizer of any class, because it has the attributes of the
+    # wrapped one and replaces it: `optimizer = DistributedOptimizer(optimizer)`.
     _Optimizer: Any
 else:
     _Optimizer = torch.optim.Optimizer
@@ -49,7 +49,7 @@ __all__ = ["TorchOptimizer"]
 
 
 class _GradState(enum.Enum):
-    """What `.grad` holds."""
+    """Contents of `.grad`."""
 
     OWN = "the gradients of this rank since the last update"
     ADDED = "nothing: they were added to those of earlier passes"
@@ -59,33 +59,33 @@ class _GradState(enum.Enum):
 
 @known_as("DistributedOptimizer")
 class TorchOptimizer(_Optimizer):
-    """An optimizer of PyTorch whose steps apply the gradients of all ranks.
+    """A PyTorch optimizer whose steps apply the gradients of all ranks.
 
-    Made by `DistributedOptimizer`. It holds the optimizer that it was made of, and shows that one's
-    `param_groups`, `state` and `defaults`: schedulers, scalers and checkpoints work with either.
+    Returned by `DistributedOptimizer`. It has the `param_groups`, `state` and `defaults` of the
+    wrapped optimizer, so schedulers, scalers and checkpoints work with either of them.
 
-    `step` averages the `.grad` of all parameters and lets the wrapped optimizer step. Whoever wants
-    to see or change averaged gradients before, calls `synchronize` first.
+    `step` averages the `.grad` of all parameters and lets the wrapped optimizer step. Call
+    `synchronize` first to read or change averaged gradients.
 
-    Another method of the wrapped optimizer that changes parameters, such as `first_step` of a
-    sharpness-aware one, raises a ValueError unless `synchronize` was called since the last backward
-    pass: it would step with gradients of this rank alone.
+    Other methods of the wrapped optimizer that change parameters, such as `first_step` of a
+    sharpness-aware one, would use gradients of this rank alone. They raise a ValueError unless you
+    called `synchronize` after the last backward pass.
 
-    An averaged gradient lies in a bucket, and `.grad` is a view of it, which the next backward pass
-    overwrites: clone what is to be kept. Where gradients are averaged in the step, that pass writes
-    its own ones there, so that the step copies nothing.
+    An averaged `.grad` is a view of a bucket, which the next backward pass overwrites; clone it to
+    keep it. If gradients are averaged in the step, that pass writes its own gradients to the
+    bucket, so that the step copies nothing.
 
-    Pickled or copied, it becomes the optimizer that it holds: a communicator belongs to a process.
+    Pickling or copying returns the wrapped optimizer, because a communicator belongs to a process.
 
     Attributes:
-        optimizer: the one that it was made of.
+        optimizer: the wrapped optimizer.
         comm: the ranks that average.
     """
 
     is_distributed = True
 
-    # `Optimizer.__init__` is not called: groups, state and hooks are those of the one held here,
-    # found by `__getattr__`. Annotations for editors:
+    # `Optimizer.__init__` is not called: `__getattr__` finds groups, state and hooks in the wrapped
+    # optimizer. Annotations for editors:
     param_groups: list[dict[str, Any]]
     defaults: dict[str, Any]
     state: Any
@@ -100,6 +100,7 @@ class TorchOptimizer(_Optimizer):
         self.optimizer = optimizer
         self.comm = comm
         self._rule = rule
+        # A copy, which also gets names for parameters that are added later.
         self._names = dict(names)
         state = functools.partial(facts_of_optimizer, optimizer, self._names)
         settings = functools.partial(settings_of, optimizer)
@@ -108,23 +109,26 @@ class TorchOptimizer(_Optimizer):
         self._made_dense: set[int] = set()  # positions of parameters, since the last average
         self._backward = GradientHooks(self._averaging)
         self._method_guard = MethodGuard(optimizer, self._backward)
-        # Leaves are made anew for other parameters; these are kept, so that an id stays theirs.
+        # Leaves are recomputed for other parameters. Keeping the parameters keeps their ids unique.
         self._known: list[tuple[int, torch.dtype]] = []
         self._kept: list[torch.Tensor] = []
         self._leaves: list[ParameterSpec] = []
         self._held = _GradState.OWN
         parameters = parameters_of(optimizer)
         self._backward.watch(parameters)
+        # Before the first backward pass, so that the first step also overlaps.
         if self._averaging.overlaps:
             trained = [i for i, parameter in enumerate(parameters) if parameter.requires_grad]
             self._averaging.prepare(self._leaves_of(parameters), trained)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not yet there, as in a copy that is being made
+        if name == "optimizer":  # not set yet, for example while it is copied
             raise AttributeError(name)
         if name == "param_groups":
+            # A scaler that reads `param_groups` looks for infinities in the averages, as it should.
             self._held = _GradState.AVERAGED if self._held is _GradState.ASKED else self._held
         found = getattr(self.optimizer, name)
+        # Only methods can change parameters.
         return self._method_guard.guard(name, found) if inspect.ismethod(found) else found
 
     def __dir__(self) -> list[str]:
@@ -141,28 +145,28 @@ class TorchOptimizer(_Optimizer):
     ) -> Any:
         """Average the gradients of all ranks, unless `synchronize` has done so, and update.
 
-        *Collective*. A parameter that has no gradient on some ranks gets the others'; without a
-        gradient on any rank it is left alone.
+        *Collective*. A parameter without a gradient on some ranks gets that of the other ranks.
+        Without a gradient on any rank it does not change.
 
-        With `backward_passes_per_step=k`, a step that finds fewer than k backward passes since the
-        last update takes the gradients away, to add them up, and updates nothing, unless
-        `allow_partial_steps` is set. A step without a backward pass before it, as when a rank has
-        no data, counts as one pass.
+        With `backward_passes_per_step=k`, a step after fewer than k backward passes since the last
+        update only adds up the gradients and sets `.grad` to None, unless `allow_partial_steps` is
+        set. A step without a backward pass, for example on a rank without data, counts as one pass.
 
         Args:
-            closure: computes the loss and the gradients. What it returns is averaged, too, so that
-                optimizers that search along a line (LBFGS) take the same way on all ranks. An
-                exception in it is raised on all ranks.
-            examples: how many rows this rank's gradients are the mean of, 0 allowed; the average is
-                then over all rows. None: all ranks count alike.
+            closure: computes the loss and the gradients. Its result is also averaged, so that line
+                searches (LBFGS) take the same path on all ranks. Its exception is raised on all
+                ranks.
+            examples: number of rows that this rank's gradients are the mean of; may be 0. The
+                average is then over all rows. None weights all ranks equally.
 
         Returns:
-            The average of what the closure returned, else None.
+            The average of the closure's results; None without a closure.
         """
         require_one_replica("step")
         if closure is not None:
             return self._step_with(closure, examples)
         if self._held is _GradState.ASKED:
+            # Otherwise each later step would raise the same error.
             self._forget()
             raise ValueError(
                 "step: the scaler has unscaled gradients before they were averaged; call "
@@ -174,11 +178,24 @@ class TorchOptimizer(_Optimizer):
         self._held = _GradState.OWN
         return None
 
-    def synchronize(self, *, examples: float | None = None) -> bool:
-        """Average the gradients now, so that they can be seen or changed before `step`.
+    def join(self) -> None:
+        """Take part in the steps of the other ranks without data, until all ranks call this.
 
-        *Collective*. Call it before gradients are clipped, or unscaled (`scaler.unscale_`). The
-        following `step` does not average again, unless there is another backward pass before it.
+        *Collective*. A mean is then over the ranks that still make steps. The parameters of this
+        rank do not change; afterwards, broadcast those of the last rank. Gradients without a step
+        are discarded.
+        """
+        parameters = parameters_of(self.optimizer)
+        self._backward.restore(parameters)
+        self.zero_grad()
+        self._passes.clear()
+        self._averaging.join(self._leaves_of(parameters))
+
+    def synchronize(self, *, examples: float | None = None) -> bool:
+        """Average the gradients now, so that you can read or change them before `step`.
+
+        *Collective*. Call it before you clip or unscale gradients (`scaler.unscale_`). The next
+        `step` does not average again, unless there is another backward pass before it.
 
         Returns:
             Whether `.grad` now holds averages; with `backward_passes_per_step=k`, only every k-th
@@ -187,18 +204,18 @@ class TorchOptimizer(_Optimizer):
         return self._gather(examples)
 
     def skip_synchronize(self) -> contextlib.AbstractContextManager[None]:
-        """Return a block around `step`, for programs written for Horovod.
+        """Return a context manager for `step`, for programs written for Horovod.
 
-        It does nothing: gradients that `synchronize` has averaged are not averaged again.
+        It does nothing, because averaged gradients are not averaged again.
         """
         return contextlib.nullcontext()
 
     def set_backward_passes_per_step(self, passes: int) -> None:
-        """Add up so many passes before each update from now on; *collective*.
+        """Set the number of passes before each update; *collective*.
 
         Raises:
-            ValueError: it is not an integer >= 1; or passes have been added up already, or there
-                was one since the last step.
+            ValueError: the number is not an integer >= 1; or there were passes since the last
+                update.
             MismatchError: ranks differ in the number; on all ranks.
         """
 
@@ -214,12 +231,13 @@ class TorchOptimizer(_Optimizer):
         self._passes = GradientAccumulator(passes)
 
     def zero_grad(self, set_to_none: bool = True) -> None:
-        """Forget the gradients since the last step.
+        """Clear the gradients since the last step.
 
-        What steps have added up before (`backward_passes_per_step`) is kept. Between `synchronize`
-        and `step`, all ranks do this or none.
+        Sums of earlier steps (`backward_passes_per_step`) remain. Between `synchronize` and `step`,
+        all ranks must call this or none.
         """
         self.optimizer.zero_grad(set_to_none)
+        # The gradients are gone, so the next step must not take them for averages.
         self._forget()
 
     def state_dict(self) -> dict[str, Any]:
@@ -228,33 +246,35 @@ class TorchOptimizer(_Optimizer):
         return state
 
     def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Give the wrapped optimizer its state back, the same on all ranks."""
+        """Restore the wrapped optimizer's state, which must be the same on all ranks."""
         self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
-        """Add parameters, on all ranks alike; they are compared at the next step."""
+        """Add the same parameters on all ranks; the next step compares them."""
         self.optimizer.add_param_group(param_group)
         self._backward.watch(parameters_of(self.optimizer), again=True)
 
     def close(self) -> None:
         """Release the buckets and stop counting backward passes; *collective*."""
         self._backward.close()
+        # Gradients must not stay in buckets that are about to be freed.
         self._backward.restore(parameters_of(self.optimizer))
         self._averaging.close()
 
     def rebind(self, comm: cc.Communicator) -> None:
-        """Average among other ranks from now on; *collective* over these.
+        """Average over other ranks from now on; *collective* over them.
 
-        For ranks that have outlived others: what the old communicator held is let go.
+        For surviving ranks: the buckets of the old communicator are abandoned, not closed.
         """
         self._backward.close()
         self._backward.restore(parameters_of(self.optimizer))
+        # All state depends on the communicator, so it is made again.
         self.__init__(self.optimizer, self._names, comm, self._rule)  # type: ignore[misc]
         self.optimizer.zero_grad(set_to_none=True)
 
-    # GradScaler asks for this in `scaler.step`, before it goes through `param_groups` and looks for
-    # infinities in the gradients. A scaler that saw those of its own rank would skip a step that
-    # the other ranks make. If it steps without having gone through them, it did so in `unscale_`.
+    # GradScaler reads this in `scaler.step`, before it reads `param_groups` and looks for
+    # infinities in the gradients. With only its own rank's gradients, a scaler would skip a step
+    # that other ranks take. If it steps without reading `param_groups`, it did so in `unscale_`.
     @property
     def _step_supports_amp_scaling(self) -> bool:
         if not self._averaged or self._backward.passes:
@@ -272,7 +292,7 @@ class TorchOptimizer(_Optimizer):
         return self._held in (_GradState.AVERAGED, _GradState.ASKED)
 
     def _gather(self, examples: float | None, error: Exception | None = None) -> bool:
-        """Average the gradients if there were enough passes; tells whether they are averages."""
+        """Average the gradients after enough passes; return whether they are averages."""
         fresh = self._backward.passes
         if not fresh and self._held is not _GradState.OWN:
             if examples is not None and self._averaged:
@@ -282,8 +302,9 @@ class TorchOptimizer(_Optimizer):
                 )
             return self._averaged
         parameters = parameters_of(self.optimizer)
+        # Before `restore`, which replaces the tensors that `claimed` compares by identity.
         unchanged = self._backward.claimed(parameters)
-        self._backward.watch(parameters)  # they may have been frozen, or thawed
+        self._backward.watch(parameters)  # parameters may have been frozen or unfrozen
         self._backward.restore(parameters)
         gradients, refusal = self._gradients(parameters)
         error = error or refusal
@@ -294,6 +315,7 @@ class TorchOptimizer(_Optimizer):
         if whole is None:
             self._held = _GradState.ADDED
             for parameter in parameters:
+                # The gradients are in the sums now, so the next pass starts at zero.
                 parameter.grad = None
         else:
             self._held = _GradState.AVERAGED
@@ -303,7 +325,7 @@ class TorchOptimizer(_Optimizer):
         return self._averaged
 
     def _gradients(self, parameters: Sequence[torch.Tensor]) -> tuple[list[Any], Any]:
-        """Return the gradients, sparse ones as rows, and why they cannot be averaged, or None."""
+        """Return the gradients, sparse ones as `Rows`, and the error that prevents averaging."""
         gradients: list[Any] = [parameter.grad for parameter in parameters]
         try:
             if self._rule.sparse_as_dense:
@@ -319,7 +341,7 @@ class TorchOptimizer(_Optimizer):
                         f"(variable: {self._name(parameter)})"
                     )
             return [_rows(gradient) for gradient in gradients], None
-        except Exception as error:  # as when there is no memory for a dense one
+        except Exception as error:  # for example too little memory for a dense gradient
             return [None] * len(gradients), error
 
     def _average(
@@ -330,7 +352,7 @@ class TorchOptimizer(_Optimizer):
         except Exception:
             self._forget()
             raise
-        for i in self._averaging.made_dense:  # optimizers such as SparseAdam refuse dense ones
+        for i in self._averaging.made_dense:  # optimizers such as SparseAdam reject dense ones
             results[i] = results[i].to_sparse(1)
         for parameter, result in zip(parameters, results, strict=True):
             parameter.grad = _sparse(result, parameter) if isinstance(result, Rows) else result
@@ -345,6 +367,7 @@ class TorchOptimizer(_Optimizer):
     def _clip(self) -> None:
         gradients = [p.grad for p in parameters_of(self.optimizer)]
         self._averaging.clip(
+            # In place: `_values()` shares memory with the gradient, coalesced or not.
             [g._values() if g is not None and g.is_sparse else g for g in gradients]
         )
 
@@ -358,12 +381,14 @@ class TorchOptimizer(_Optimizer):
                 loss = closure()
             except Exception as caught:
                 error = caught
+            # LBFGS calls the closure several times in a step, and each call averages again.
             self._held = _GradState.OWN
             self._gather(examples, error)
             self._clip()
             if loss is None:
                 return None
             value = loss.detach() if isinstance(loss, torch.Tensor) else torch.tensor(float(loss))
+            # Line searches compare losses, so all ranks need the same one.
             return self.comm.allreduce(value, op=self._rule.op)
 
         try:
@@ -381,7 +406,7 @@ class TorchOptimizer(_Optimizer):
 
 
 def _rows(gradient: torch.Tensor | None) -> Any:
-    """See a sparse gradient as rows; others as they are."""
+    """Return a sparse gradient as `Rows`; others unchanged."""
     if gradient is None:
         return None
     gradient = gradient.detach()

@@ -16,47 +16,50 @@ __all__ = ["MessageWork", "receive", "send"]
 
 
 class MessageWork:
-    """A tensor under way.
+    """A point-to-point transfer in progress.
 
     Args:
-        request: of the communicator.
-        write: brings the elements where they belong, if that is not where they arrive.
+        request: request of the communicator.
+        write: copies received elements into the tensor, if they arrive in a buffer.
     """
 
     def __init__(self, request: cc.Request[Any], write: Callable[[], Any] | None = None) -> None:
         self._request = request
         self._write = write
-        self._writing = threading.Lock()  # `finish` is called by who waits, and as it arrives
+        self._writing = threading.Lock()  # `wait` and the callback may call `finish` at once
 
     def done(self) -> bool:
-        """Tell whether it has arrived, or has failed."""
+        """Return whether the transfer has finished or failed."""
         return self._request.done() and self.finish(None)
 
     def finish(self, timeout: float | None) -> bool:
-        """Wait until it has arrived, or has failed; tells whether it has."""
+        """Wait for the transfer; return whether it has finished or failed."""
         if not self._request.complete(timeout):
             return False
         with self._writing:
+            # Taken under the lock, so that a second caller does not write again.
             write, self._write = self._write, None
+            # After an error the buffer has no defined content.
             if write is not None and self._request.exception() is None:
                 write()
         return True
 
     @property
     def error(self) -> BaseException | None:
-        """Why it has failed."""
+        """Error of the transfer, or None."""
         error = self._request.exception()
         return None if error is None else translated(error)
 
     @property
     def source(self) -> int:
-        """The rank that it came from."""
+        """Source rank of the message."""
         envelope = self._request.envelope
         return -1 if envelope is None else envelope.source
 
     def call_back(self, function: Callable[[], Any]) -> None:
-        """Call a function when it has arrived, or has failed."""
+        """Call a function when the transfer has finished or failed."""
 
+        # The elements must be in the tensor before a waiting program continues.
         def call(request: cc.Request[Any]) -> None:
             self.finish(None)
             function()
@@ -67,7 +70,8 @@ class MessageWork:
 def send(
     comm: cc.Communicator, tensor: torch.Tensor, dest: int, tag: int, limit: float
 ) -> MessageWork:
-    """Start sending a tensor, which must not change before it has arrived."""
+    """Start sending a tensor, which must not change until the transfer has finished."""
+    # A copy of a tensor elsewhere is kept alive by the request.
     array, _ = borrow(tensor)
     return MessageWork(comm.isend(array.reshape(-1), dest, tag=tag, timeout=limit))
 
@@ -75,7 +79,8 @@ def send(
 def receive(
     comm: cc.Communicator, tensor: torch.Tensor, source: int | None, tag: int, limit: float
 ) -> MessageWork:
-    """Start receiving a tensor; None for whichever rank sends one."""
+    """Start receiving a tensor from `source`; None for any rank."""
     array, write = borrow(tensor)
+    # Contiguous, so `reshape` is a view and the message arrives in the buffer itself.
     into = array.reshape(-1)
     return MessageWork(comm.irecv(source, tag=tag, out=into, timeout=limit), write)

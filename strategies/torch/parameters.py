@@ -13,7 +13,7 @@ from strategies.averaging.parameter_spec import ParameterSpec
 
 __all__ = ["Names", "described", "facts_of_optimizer", "names_of", "parameters_of", "settings_of"]
 
-# Of a parameter group: the parameters and their names, which are compared elsewhere.
+# Keys of a parameter group that hold parameters and names, which are compared elsewhere.
 _NOT_SETTINGS = ("params", "param_names")
 
 Names = dict[torch.Tensor, str]
@@ -28,23 +28,25 @@ def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Names:
     """Return a name for every parameter of an optimizer.
 
     Args:
-        optimizer: whose parameters.
-        named_parameters: a dict or (name, parameter) pairs, of which some may belong to others;
-            None: those that the optimizer knows itself, or numbers.
+        optimizer: the optimizer.
+        named_parameters: a dict or (name, parameter) pairs, which may include other parameters.
+            None uses the optimizer's own names, or numbers.
 
     Raises:
-        TypeError: something is not a pair of a name and a tensor.
-        ValueError: a name stands for two parameters, or a parameter has none; or there are no
-            parameters, or one of them twice.
+        TypeError: an item is not a pair of a name and a tensor.
+        ValueError: two parameters have one name, or a parameter lacks a name; or the optimizer has
+            no parameters, or one of them twice.
     """
     say = "DistributedOptimizer"
     parameters = parameters_of(optimizer)
+    # By identity: tensors compare element by element, but hash by identity.
     if len(parameters) != len(set(parameters)):
         raise ValueError(f"{say}: a parameter is given twice to the optimizer")
     if named_parameters is None:
         own = [
             name
             for group in optimizer.param_groups
+            # PyTorch has `param_names` only if the program gave names.
             for name in group.get("param_names", [None] * len(group["params"]))
         ]
         numbered = [f"parameter {i}" if name is None else name for i, name in enumerate(own)]
@@ -61,8 +63,10 @@ def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Names:
                 f"model.named_parameters(), got {type(pair).__name__}"
             )
         name, parameter = pair
+        # The same pair twice is harmless, as with shared parameters.
         if taken.setdefault(name, parameter) is not parameter:
             raise ValueError(f"{say}: two parameters have one name, got {name!r}")
+        # The first name of a shared parameter, as in `named_parameters`.
         names.setdefault(parameter, name)
     for i, parameter in enumerate(parameters):
         if parameter not in names:
@@ -74,7 +78,7 @@ def names_of(optimizer: torch.optim.Optimizer, named_parameters: Any) -> Names:
 
 
 def described(optimizer: torch.optim.Optimizer, names: Names) -> list[str]:
-    """Say what must be equal on all ranks: kind, and name, shape and dtype of each parameter."""
+    """Return facts that must be equal on all ranks: class; name, shape and dtype of parameters."""
     lines = [str(ParameterSpec.of(names[p], p)) for p in parameters_of(optimizer)]
     return [f"kind {type(optimizer).__module__}.{type(optimizer).__qualname__}", *lines]
 
@@ -98,6 +102,7 @@ def _of_group(name: str, number: int) -> str:
 
 
 def facts_of_optimizer(optimizer: torch.optim.Optimizer, names: Names) -> list[Fingerprint]:
-    """Describe the state of an optimizer, by the names of its parameters."""
+    """Describe the state of an optimizer by the names of its parameters."""
+    # Parameters without a name are not in `names` if they were added later.
     states = {names.get(p, "unnamed"): optimizer.state.get(p) for p in parameters_of(optimizer)}
     return fingerprints_of_state(states)

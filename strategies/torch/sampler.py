@@ -16,28 +16,27 @@ __all__ = ["ShardedSampler"]
 
 
 class ShardedSampler(torch.utils.data.Sampler):
-    """Numbers of rows for `DataLoader(dataset, sampler=...)`, dealt to the ranks by `ShardedInput`.
+    """Row numbers for `DataLoader(dataset, sampler=...)`, dealt to the ranks by `ShardedInput`.
 
-    Every row comes once per epoch, on one rank: none is repeated so that ranks have equally many;
-    their numbers differ by one at most. `strategies.input.in_step` then keeps ranks in step, and
-    `step(examples=len(batch))` makes the mean one over all rows.
+    Every row occurs once per epoch, on one rank. No row is repeated to even out the ranks; their
+    numbers of rows differ by at most one. `strategies.input.in_step` keeps such ranks in step, and
+    `step(examples=len(batch))` averages over all rows.
 
     The constructor is *collective*: the ranks compare their arguments. Iterating, `len` and
-    `set_epoch` exchange nothing, so ranks may iterate different numbers of times.
+    `set_epoch` send no messages, so ranks may iterate different numbers of times.
 
     Args:
-        data: the dataset, or how many rows there are; the same on all ranks.
-        comm: the ranks; the whole job if None.
-        shuffle: whether rows come in another order in each epoch.
-        seed: of the order; the same on all ranks.
-        state: where to go on, from `state`; possibly of another number of ranks.
+        data: dataset, or its number of rows; the same on all ranks.
+        comm: the ranks; None for the whole job.
+        shuffle: whether to reshuffle the rows in each epoch.
+        seed: seed of the order; the same on all ranks.
+        state: position to resume from, returned by `state`, with any number of ranks.
 
     Attributes:
-        epoch: which one the next pass is. A pass that comes to its end adds 1.
+        epoch: epoch of the next pass. A complete pass adds 1.
 
     Raises:
-        ValueError: there are no rows, or the state is that of another dataset or order; on all
-            ranks.
+        ValueError: no rows, or the state is from another dataset or order; on all ranks.
         MismatchError: the number of rows, `shuffle`, `seed` or `state` differs; on all ranks.
 
     Example:
@@ -61,58 +60,61 @@ class ShardedSampler(torch.utils.data.Sampler):
         self.epoch = 0 if state is None else int(state["epoch"])
         self._given = 0
 
-        def begin() -> tuple[ShardedInput[int], list[str]]:
+        def begin() -> tuple[dict[str, Any], list[str]]:
             rows = data if isinstance(data, int) else len(data)
             self._rows = integer("ShardedSampler", "number of rows", rows)
             facts = [f"{rows} rows", f"shuffle {shuffle}", f"seed {seed}", state_fact(state)]
-            return self._begin(), facts
+            return self._begin().position(), facts
 
-        self._pass = agreement.compare(self._comm, "ShardedSampler", begin)
+        # Where the pass began. A complete pass has dropped the stages that `state` needs.
+        self._start = agreement.compare(self._comm, "ShardedSampler", begin)
 
     def __iter__(self) -> Iterator[int]:
-        self._pass, self._given = self._begin(), 0
-        for row in self._pass:
+        # A new pass, even if the last one was left in the middle.
+        numbers = self._begin()
+        self._start, self._given = numbers.position(), 0
+        for row in numbers:
+            # Counted before the yield: a consumer that stops here has received the row.
             self._given += 1
             yield row
+        # Only after a complete pass, so that a restart repeats an interrupted epoch.
         self.epoch += 1
 
-    def __getstate__(self) -> dict[str, Any]:
-        """Return the attributes for a copy or a pickle, which starts a new pass."""
-        return {**self.__dict__, "_pass": None, "_given": 0}
-
     def __setstate__(self, state: dict[str, Any]) -> None:
+        """Start a new pass in a copy, such as that of a worker of a `DataLoader`."""
         self.__dict__ |= state
-        self._pass = self._begin()
+        self._start, self._given = self._begin().position(), 0
 
     def __len__(self) -> int:
-        """Return how many rows this rank has in the next pass."""
+        """Return the number of this rank's rows in the next pass."""
+        # Counted in a pass over numbers, which is also exact for a resumed epoch.
         return sum(1 for _ in self._begin())
 
     def set_epoch(self, epoch: int) -> None:
-        """Say which epoch the next pass is."""
+        """Set the epoch of the next pass."""
         self.epoch = integer("ShardedSampler", "epoch", epoch, least=0)
 
     def state(self, used: int | None = None) -> dict[str, Any]:
-        """Return where all ranks are in this pass; *collective*.
+        """Return the position of all ranks in this pass; *collective*.
 
         Args:
-            used: how many rows of the pass this rank has used, where a `DataLoader` has read ahead
-                of that; None: all that were given out.
+            used: number of rows of the pass that this rank has used, if a `DataLoader` reads ahead;
+                None counts all rows that were returned.
 
         Returns:
-            What JSON and msgpack can carry; the same on all ranks.
+            A dict that JSON and msgpack can represent; the same on all ranks.
         """
         count = self._given if used is None else used
-        position = {**self._pass.position(), "epoch": self._epoch_of_pass}
-        own = {**position, "used": count, "begun": None}
+        # Each row is a file, so no file is ever begun and not finished.
+        own = {**self._start, "used": self._start["used"] + count}
         return merge_positions(self._comm.allgather_object(own))
 
     def _begin(self) -> ShardedInput[int]:
-        """Begin an epoch, perhaps in its middle: every row is a file with one record."""
-        self._epoch_of_pass = self.epoch
+        """Start an epoch, possibly in its middle: every row is a file with one record."""
         about = {"files": self._rows, "seed": self._seed, "shuffle": self._shuffle}
         state: Mapping[str, Any] = {"about": about, "epoch": self.epoch, "epochs": {}}
         if self._state is not None:
+            # Only this epoch's part of the state: other epochs start from the beginning.
             known = self._state["epochs"].get(str(self.epoch))
             epochs = {} if known is None else {str(self.epoch): known}
             state = {**self._state, "epoch": self.epoch, "epochs": epochs}
@@ -124,6 +126,7 @@ class ShardedSampler(torch.utils.data.Sampler):
             policy="file",
             shuffle=self._shuffle,
             seed=self._seed,
+            # One pass only; the next one starts with the then current epoch.
             num_epochs=self.epoch + 1,
             state=state,
             comm=None,

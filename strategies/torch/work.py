@@ -1,11 +1,11 @@
 """`Work` objects of the torch.distributed backend.
 
-PyTorch asks a `Work` for two things, also from C++: to wait, and for a future. What becomes of an
-error::
+PyTorch calls two methods of a `Work`, also from C++: `wait` and `get_future`. Errors take two
+paths::
 
-    raised by the operation, here or by another thread
-      |-- wait()        raises it, as it is
-      `-- get_future()  what waits for the future raises a RuntimeError with its text
+    raised by the operation, in this or another thread
+      |-- wait()        raises the same exception
+      `-- get_future()  waiting for the future raises a RuntimeError with the same text
 """
 
 from __future__ import annotations
@@ -26,29 +26,30 @@ __all__ = ["DONE", "CompletedWork", "WorkSource", "PendingWork", "keep_join_work
 
 
 class _MismatchError(cc.MismatchError, distributed.DistBackendError):
-    """A `MismatchError` that programs of torch.distributed catch as an error of a backend."""
+    """`MismatchError` that is also an error of a torch.distributed backend."""
 
 
 class _CollectiveTimeout(cc.CollectiveTimeout, distributed.DistBackendError):
-    """The same for `CollectiveTimeout`."""
+    """`CollectiveTimeout` that is also an error of a backend."""
 
 
 class _PeerFailure(cc.PeerFailure, distributed.DistBackendError):
-    """The same for `PeerFailure`."""
+    """`PeerFailure` that is also an error of a backend."""
 
 
 class _CollectiveError(cc.CollectiveError, distributed.DistBackendError):
-    """The same for all others."""
+    """`CollectiveError` that is also an error of a backend; for all other classes."""
 
 
 class _ValueError(ValueError, RuntimeError):
-    """A wrong argument; Gloo raises a `RuntimeError`, which programs may catch."""
+    """`ValueError` that is also a `RuntimeError`, which Gloo raises and programs may catch."""
 
 
 class _TypeError(TypeError, RuntimeError):
-    """The same for `TypeError`."""
+    """`TypeError` that is also a `RuntimeError`."""
 
 
+# The first match counts, so subclasses are listed before `CollectiveError`.
 _KINDS: tuple[tuple[type[Exception], type[Exception]], ...] = (
     (cc.MismatchError, _MismatchError),
     (cc.CollectiveTimeout, _CollectiveTimeout),
@@ -58,39 +59,42 @@ _KINDS: tuple[tuple[type[Exception], type[Exception]], ...] = (
     (TypeError, _TypeError),
 )
 _OURS = tuple(ours for _, ours in _KINDS)
-for _, _kind in _KINDS:  # in tracebacks the name that users know
+for _, _kind in _KINDS:  # tracebacks show the public name
     _kind.__name__ = _kind.__qualname__ = _kind.__name__.removeprefix("_")
 
 
 def translated(error: BaseException) -> BaseException:
     """Return an error that programs for other backends also catch.
 
-    An error of communication is also a `DistBackendError` of PyTorch, a wrong argument also a
+    Communication errors are also a `DistBackendError` of PyTorch, argument errors also a
     `RuntimeError`. The text of a timeout contains "timed out".
     """
+    # Translated already, in the thread that ran the operation.
     if isinstance(error, _OURS):
         return error
     kind = next((ours for theirs, ours in _KINDS if isinstance(error, theirs)), None)
     if kind is None:
         return error
     made = kind(_timed_out(str(error))) if kind is _CollectiveTimeout else kind(*error.args)
+    # Facts such as `ranks` are attributes, which the new error keeps.
     vars(made).update(vars(error))
+    # The cause of the original explains it; the original itself says the same.
     made.__cause__, made.__suppress_context__ = error.__cause__, True
     return made.with_traceback(error.__traceback__)
 
 
 def _timed_out(text: str) -> str:
-    """Return the text of a timeout with the words that launchers and loggers search for."""
+    """Return the text of a timeout with "timed out", which launchers and loggers search for."""
     operation, _, rest = text.partition(": ")
     return f"{operation}: timed out, {rest}"
 
 
 class CompletedWork(distributed.Work):
-    """An operation that is complete.
+    """A completed operation.
 
     Args:
-        tensors: with its result.
-        source: the rank that a message came from.
+        tensors: tensors of the result.
+        source: source rank of a message.
     """
 
     def __init__(self, tensors: Sequence[torch.Tensor] = (), source: int = -1) -> None:
@@ -103,21 +107,21 @@ class CompletedWork(distributed.Work):
         return True
 
     def get_future(self) -> Any:
-        """Return a future that has the tensors."""
+        """Return a completed future with the tensors."""
         future: Any = torch.futures.Future()
         future.set_result(list(self._tensors))
         return future
 
     def is_completed(self) -> bool:
-        """Tell that it is complete."""
+        """Return True."""
         return True
 
     def is_success(self) -> bool:
-        """Tell that it has succeeded."""
+        """Return True."""
         return True
 
     def exception(self) -> None:
-        """Tell that there was no error."""
+        """Return None."""
 
     def result(self) -> list[torch.Tensor]:
         """Return the tensors."""
@@ -127,47 +131,47 @@ class CompletedWork(distributed.Work):
         """Return at once."""
 
     def block_current_stream(self) -> None:
-        """Return at once: on a host there are no streams."""
+        """Return at once: host tensors have no stream."""
 
     def _source_rank(self) -> int:
-        """Return the rank in the group that a message came from."""
+        """Return the source of a message, as a rank in the group."""
         return self._source
 
     source_rank = _source_rank
 
 
-# For all calls that wait: none is made, which would take a microsecond.
+# Shared by all synchronous calls, because creating a `Work` takes a microsecond.
 DONE = CompletedWork()
 
 
 class WorkSource(Protocol):
-    """An operation that another thread carries out, or MPI."""
+    """An operation that another thread or MPI runs."""
 
     @property
     def error(self) -> BaseException | None:
-        """What it has raised, once it is over."""
+        """Error of the finished operation, or None."""
 
     @property
     def source(self) -> int:
-        """The rank that a message came from; else -1."""
+        """Source rank of a message; otherwise -1."""
 
     def done(self) -> bool:
-        """Tell whether it is over, one way or the other."""
+        """Return whether the operation has succeeded or failed."""
 
     def finish(self, timeout: float | None) -> bool:
-        """Wait until it is over, and tell whether it is."""
+        """Wait for the operation; return whether it has finished."""
 
     def call_back(self, function: Any) -> None:
-        """Call the function without arguments when it is over."""
+        """Call a function without arguments when the operation has finished."""
 
 
 class PendingWork(distributed.Work):
-    """An operation under way.
+    """An operation in progress.
 
     Args:
-        job: that carries it out.
-        operation: its name.
-        tensors: where its result will be.
+        job: the operation.
+        operation: name of the operation.
+        tensors: tensors that receive the result.
     """
 
     def __init__(
@@ -180,31 +184,33 @@ class PendingWork(distributed.Work):
         self._future: Any = None
 
     def wait(self, timeout: timedelta = timedelta(0)) -> bool:
-        """Wait until it is complete.
+        """Wait for the operation.
 
         Args:
-            timeout: of this wait; zero, or less, for no limit but that of the operation.
+            timeout: limit of this wait; zero or less uses only the operation's own limit.
 
         Raises:
-            CollectiveTimeout: it is not complete in time, and goes on.
-            Exception: what the operation has raised.
+            CollectiveTimeout: the timeout has passed; the operation continues.
+            Exception: error of the operation.
         """
         seconds = timeout.total_seconds()
+        # PyTorch passes 0 for no limit.
         if not self._job.finish(seconds if seconds > 0 else None):
             raise _CollectiveTimeout(
                 f"wait: {self._operation} timed out, it is not complete within {seconds:g} s, "
-                "and goes on"
+                "and continues"
             )
         if self._job.error is not None:
             raise self._job.error
         return True
 
     def get_future(self) -> Any:
-        """Return a future that has the tensors when the operation is complete."""
+        """Return a future that receives the tensors when the operation has finished."""
         if self._future is None:
             over: Any = torch.futures.Future()
-            # A callback that raises is the only way by which an error passes through C++.
+            # C++ keeps Python errors only if a callback raises them.
             self._future = over.then(self._outcome)
+            # After `then`: an operation that is complete already calls back at once.
             self._job.call_back(lambda: over.set_result(None))
         return self._future
 
@@ -214,32 +220,32 @@ class PendingWork(distributed.Work):
         return list(self._tensors)
 
     def is_completed(self) -> bool:
-        """Tell whether the operation is over."""
+        """Return whether the operation has finished."""
         return self._job.done()
 
     def is_success(self) -> bool:
-        """Tell whether the operation is over, and has succeeded."""
+        """Return whether the operation has succeeded."""
         return self._job.done() and self._job.error is None
 
     def exception(self) -> BaseException | None:
-        """Return what the operation has raised, None if nothing, or if it is not over."""
+        """Return the error of the operation; None if it succeeded or has not finished."""
         return self._job.error if self._job.done() else None
 
     def result(self) -> list[torch.Tensor]:
-        """Wait, and return the tensors."""
+        """Wait for the operation and return the tensors."""
         self.wait()
         return list(self._tensors)
 
     def synchronize(self) -> None:
-        """Wait."""
+        """Wait for the operation."""
         self.wait()
 
     def block_current_stream(self) -> None:
-        """Wait: on a host there are no streams."""
+        """Wait for the operation: host tensors have no stream."""
         self.wait()
 
     def _source_rank(self) -> int:
-        """Return the rank in the group that a message came from; after `wait`."""
+        """Return the source of a message, as a rank in the group; after `wait`."""
         return self._job.source
 
     source_rank = _source_rank
@@ -247,12 +253,13 @@ class PendingWork(distributed.Work):
 
 @functools.cache
 def keep_join_works() -> None:
-    """Keep the `Work` by which DDP counts the ranks that have data; harmless when repeated.
+    """Keep the `Work` with which DDP's `join` counts the ranks with data; harmless when repeated.
 
-    In `join` DDP's reducer holds the last `Work` of `Join.notify_join_context` in C++, which does
-    not keep the Python half: without that half the C++ half waits for ever.
+    DDP's reducer holds the last `Work` of `Join.notify_join_context` in C++ only, which does not
+    keep its Python object alive. Without the Python object, the C++ object waits for ever.
     """
     notify = Join.notify_join_context
+    # Weak keys: the works end with the model.
     works: weakref.WeakKeyDictionary[Any, distributed.Work] = weakref.WeakKeyDictionary()
 
     @functools.wraps(notify)

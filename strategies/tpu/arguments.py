@@ -1,7 +1,7 @@
 """Arguments of a call, sharded over the devices of this process.
 
-What is different for each replica is one array, of which every device has a part; what is the same
-for all is an array that every device has a copy of. The rest is a constant of the program.
+A value that differs between replicas is one array, sharded over the devices. A value that is equal
+for all replicas is an array replicated on every device. Other values are constants of the program.
 """
 
 from __future__ import annotations
@@ -26,38 +26,42 @@ __all__ = ["Arguments", "ShardedPerReplica", "Mesh", "StackedPerReplica", "is_ar
 
 
 class Mesh:
-    """The devices of this process as JAX sees them in a program."""
+    """The devices of this process, as a JAX mesh."""
 
     def __init__(self, names: Sequence[str], found: Sequence[Any]) -> None:
         self.names = tuple(names)
         self.mesh = jax.sharding.Mesh(np.array(found), (AXIS,))
         self.same = NamedSharding(self.mesh, PartitionSpec())
         self.split = NamedSharding(self.mesh, PartitionSpec(AXIS))
-        # A host device has no queue: whatever is on its way takes threads from what it waits for.
+        # CPU devices have no queue: pending work would take threads from the work it waits for.
         self.waits = found[0].platform == "cpu"
 
     def everywhere(self, array: Any) -> Any:
-        """Copy an array to all devices."""
+        """Return an array replicated on all devices."""
+        # Already there: `device_put` would cost a call into JAX for each variable and step.
         if getattr(array, "sharding", None) == self.same:
             return array
-        if isinstance(array, np.ndarray):  # JAX goes on reading the memory that it is given
+        if isinstance(array, np.ndarray):  # a copy, because JAX may keep reading the memory
             array = array.copy()
         return jax.device_put(array, self.same)
 
     def joined(self, values: Sequence[Any]) -> Any:
-        """See arrays of the replicas, each on its device, as the parts of one."""
+        """Return the replicas' arrays, each on its device, as one sharded array."""
         parts = [
+            # `put_jax` returns Python numbers unchanged.
             devices.put_jax(np.asarray(x) if np.isscalar(x) else x, name)
             for x, name in zip(values, self.names, strict=True)
         ]
+        # Scalars have no axis to split, so each gets one; `ONE_ROW` removes it in the program.
         if not parts[0].ndim:
             parts = [part.reshape(1) for part in parts]
         shape = (len(parts) * parts[0].shape[0], *parts[0].shape[1:])
+        # No copy: the arrays are on their devices already.
         return jax.make_array_from_single_device_arrays(shape, self.split, parts)
 
 
 class StackedPerReplica(PerReplica):
-    """What a program has returned: one array, whose parts are those of the replicas.
+    """Result of a program: one array, sharded by replica.
 
     Attributes:
         array: shape (replicas of this process, ...).
@@ -66,16 +70,17 @@ class StackedPerReplica(PerReplica):
     array: Any
 
     def __init__(self, array: Any) -> None:
-        object.__setattr__(self, "array", array)  # since the class is frozen
+        object.__setattr__(self, "array", array)  # because the class is frozen
 
     @cached_property
     def values(self) -> tuple[Any, ...]:
         """The value of each replica, on its device."""
+        # Each shard has the leading axis of length 1 that the program added.
         return tuple(shard.data[0] for shard in array_ops.shards(self.array))
 
 
 class ShardedPerReplica(PerReplica):
-    """Arrays of the replicas, each on its device, that are also the parts of one.
+    """Arrays of the replicas, each on its device, that are also shards of one array.
 
     Attributes:
         array: shape (rows of all replicas of this process, ...).
@@ -89,11 +94,12 @@ class ShardedPerReplica(PerReplica):
 
     @classmethod
     def of(cls, mesh: Mesh, batch: Any) -> Any:
-        """Join what can be joined in a batch: to do so for each call takes 0.2 ms an array."""
+        """Join the arrays of a batch in advance, which saves 0.2 ms per array in each call."""
 
         def one(leaf: Any) -> Any:
             if not isinstance(leaf, PerReplica) or not all(map(is_array, leaf.values)):
                 return leaf
+            # Arrays of different lengths stay apart; the call then runs in threads.
             alike = len({(x.shape, x.dtype) for x in leaf.values}) == 1 and leaf.values[0].ndim
             return cls(leaf.values, mesh.joined(leaf.values)) if alike else leaf
 
@@ -101,7 +107,7 @@ class ShardedPerReplica(PerReplica):
 
 
 class _Kind(Enum):
-    """How an argument comes to the replicas; whatever else stands for itself."""
+    """How an argument is passed to the replicas; other values are constants."""
 
     ROWS = "each replica has some rows of an array"
     ONE_ROW = "each replica has one row of an array, without its axis"
@@ -109,13 +115,13 @@ class _Kind(Enum):
 
 
 class Arguments(NamedTuple):
-    """The arguments of one call, taken apart.
+    """The flattened arguments of one call.
 
     Attributes:
-        key: what the program depends on: equal for calls that one program can serve.
-        split: arrays whose parts along the first axis are the replicas'.
+        key: facts that the program depends on: equal for calls that one program can serve.
+        split: arrays sharded by replica along the first axis.
         same: arrays that all replicas get.
-        fill: puts traced arrays in their place: (split, same) -> (args, kwargs).
+        fill: puts traced arrays back in their places: (split, same) -> (args, kwargs).
     """
 
     key: tuple[Any, ...]
@@ -125,7 +131,7 @@ class Arguments(NamedTuple):
 
     @classmethod
     def of(cls, mesh: Mesh, given: Any) -> Arguments:
-        """Take arguments apart.
+        """Flatten arguments.
 
         Raises:
             Untraceable: the replicas have arrays of different shapes.
@@ -134,7 +140,7 @@ class Arguments(NamedTuple):
         same: list[Any] = []
 
         def taken(leaf: Any) -> Any:
-            """Take an array, and return of which kind it is; other leaves as they are."""
+            """Take an array, and return its kind; return other leaves unchanged."""
             if isinstance(leaf, (StackedPerReplica, ShardedPerReplica)):
                 split.append(leaf.array)
                 return _Kind.ONE_ROW if isinstance(leaf, StackedPerReplica) else _Kind.ROWS
@@ -142,15 +148,19 @@ class Arguments(NamedTuple):
                 kind = _kind(leaf)
                 split.append(mesh.joined(leaf.values))
                 return kind
+            # bool and numbers are traced, so that a new learning rate does not compile again.
             number = isinstance(leaf, (bool, int, float, complex))
             if isinstance(leaf, Variable) or not (number or array_ops.is_array(leaf)):
                 return leaf
             same.append(mesh.everywhere(np.asarray(leaf) if np.isscalar(leaf) else leaf))
             return _Kind.SAME
 
+        # The same structure, with kinds in place of arrays, serves as the form of all calls.
         kinds = map_leaves(taken, given)
+        # JAX compiles for shapes and dtypes, so they are part of the key.
         shapes = tuple((x.shape, x.dtype) for x in [*split, *same])
         form = str(map_leaves(lambda leaf: None, given))
+        # Constants by identity, because they may not be hashable. `Program` keeps them alive.
         constants = tuple(k if isinstance(k, (str, _Kind)) else id(k) for k in leaves(kinds))
 
         def fill(split: Sequence[Any], same: Sequence[Any]) -> Any:
@@ -169,7 +179,8 @@ class Arguments(NamedTuple):
 
 
 def _kind(leaf: PerReplica) -> _Kind:
-    """Say how the replicas' values lie in one array."""
+    """Return how the replicas' values form one array."""
+    # Numbers have no dtype, so their type is compared.
     facts = {(np.shape(x), str(getattr(x, "dtype", type(x)))) for x in leaf.values}
     if len(facts) > 1:
         raise Untraceable("the replicas have arrays of different shapes, as in a last batch")
@@ -181,5 +192,5 @@ def _kind(leaf: PerReplica) -> _Kind:
 
 
 def is_array(x: Any) -> bool:
-    """Whether this is an array, or a number, of NumPy or JAX."""
+    """Return whether an object is an array or number of NumPy or JAX."""
     return isinstance(x, (jax.Array, np.ndarray, np.generic))

@@ -1,8 +1,8 @@
 """Replica context during JAX tracing.
 
-There is one trace for all: what differs between replicas are traced arrays, and the number of a
-replica is one, too. What a function does to variables is written down and done on the host after
-the program: the gradients leave it averaged over the process, in one reduction for each dtype.
+One trace serves all replicas: values that differ between replicas are traced arrays, including the
+replica's number. Effects of a function on variables are recorded, and applied on the host after the
+program: gradients leave it averaged over the process, in one reduction per dtype.
 """
 
 from __future__ import annotations
@@ -28,16 +28,16 @@ __all__ = ["AXIS", "DeferredEffect", "SyncPointReached", "Trace", "TracedReplica
 AXIS = "replica"
 """Name of the axis along which programs are the same; for `jax.lax.psum` in users' functions."""
 
-# Elements. Longer arrays take more time to lay side by side than to reduce one by one.
+# Elements up to which packing arrays is faster than reducing each by itself.
 _SHORT = 1 << 14
 
 
 class Untraceable(Exception):
-    """The function does what a compiled program cannot; the message says what."""
+    """The function does something that cannot be compiled; the message names it."""
 
 
 class SyncPointReached(Exception):
-    """The program ends here: what it has is for the other processes."""
+    """Ends a program at a synchronization point; its values are for the other processes."""
 
     def __init__(self, name: str, payload: list[Any], over_ranks: Callable[[Any, list[Any]], Any]):
         super().__init__(name)
@@ -47,12 +47,12 @@ class SyncPointReached(Exception):
 
 
 class DeferredEffect(NamedTuple):
-    """What is done after the program.
+    """An action after the program.
 
     Attributes:
-        name: of the meeting that it is, for messages.
-        values: traced arrays, equal on all devices, which leave the program.
-        act: does it, given the strategy and these.
+        name: name of its synchronization point, for errors.
+        values: traced arrays, equal on all devices, which the program returns.
+        act: performs it, given the strategy and these values.
     """
 
     name: str
@@ -62,16 +62,16 @@ class DeferredEffect(NamedTuple):
 
 @dataclass
 class Trace:
-    """What one trace has read and wants.
+    """Reads and effects of one trace.
 
     Attributes:
-        known: traced values of variables; those that are missing are asked for, and zero here.
-        met: what came of the meetings with other processes so far; None if all may pass.
-        read: variables in the order in which the function asks for them.
-        own: variable -> its new value in this replica, of "on_read" ones that it has written.
-        changed: names of variables that will be different after the program.
-        effects: in order.
-        meetings: how many there were so far.
+        known: traced values of variables; missing ones are recorded in `read`, and zero here.
+        met: results of earlier synchronization points with other processes; None to pass all.
+        read: variables in the order in which the function reads them.
+        own: "on_read" variable -> value that this replica has written.
+        changed: names of variables that change after the program.
+        effects: effects in order.
+        meetings: number of synchronization points so far.
     """
 
     known: dict[Variable, Any]
@@ -84,7 +84,7 @@ class Trace:
 
 
 class TracedReplica(ReplicaContext):
-    """Every replica of this process at once."""
+    """All replicas of this process at once."""
 
     is_traced = True
 
@@ -95,6 +95,7 @@ class TracedReplica(ReplicaContext):
     @property
     def replica_id_in_sync_group(self) -> Any:
         """Number of this replica among all of them, a traced int32."""
+        # The axis index is the replica's number within the process.
         return self.strategy.first_replica_id + jax.lax.axis_index(AXIS)
 
     def all_reduce(self, op: Any, value: Any, options: CommunicationOptions | None = None) -> Any:
@@ -102,9 +103,11 @@ class TracedReplica(ReplicaContext):
         chosen = reductions.parse_op(op, "all_reduce")
         reduce = jax.lax.psum if chosen == "sum" else jax.lax.pmean
         found = [jnp.asarray(leaf) for leaf in leaves(value)]
+        # 16-bit floats are summed in float32, as in the other strategies.
         wide = [array_ops.arithmetic_dtype(leaf) for leaf in found]
         partial = [reduce(leaf, AXIS) for leaf in wide]
 
+        # Runs on the host between two programs; the payload is already reduced in the process.
         def over_ranks(strategy: Any, payload: list[Any]) -> list[Any]:
             op = reductions.op_over_ranks(chosen)
             ranks = strategy.ranks.with_options(options)
@@ -123,6 +126,7 @@ class TracedReplica(ReplicaContext):
         found = [jnp.asarray(leaf) for leaf in leaves(value)]
         joined = [jax.lax.all_gather(leaf, AXIS, axis=axis, tiled=True) for leaf in found]
 
+        # One payload per process, since the devices are joined already.
         def over_ranks(strategy: Any, payload: list[Any]) -> list[Any]:
             return list(reductions.gather(strategy.ranks, [payload], axis))
 
@@ -131,8 +135,10 @@ class TracedReplica(ReplicaContext):
     def read(self, variable: Any, array: Any) -> Any:
         """Return the traced value of a variable."""
         trace = self.trace
+        # Its own write is visible to the replica at once.
         if variable in trace.own:
             return trace.own[variable]
+        # The program has only the value from before; the new one exists after it.
         if variable in trace.changed:
             raise ValueError(
                 f"value: the variable changes after the program, expected to be read before it is "
@@ -143,19 +149,23 @@ class TracedReplica(ReplicaContext):
         return jnp.zeros(variable.shape, variable.dtype) if known is None else known
 
     def write(self, variable: Any, operation: str, change: Any, new: Any) -> bool:
-        """Write down what becomes of a variable."""
+        """Record a write to a variable."""
         if variable.synchronization == "on_read":
             self.trace.own[variable] = change(self.read(variable, None), new)
             return True
         how = variable.aggregation
         if how == "none" and self.num_replicas_in_sync > 1:
-            return False  # which is refused
+            return False  # the caller rejects it
+        # JAX's `where` and sums need an array, also for numbers.
         new = jnp.asarray(new)
         if how == "only_first_replica":
+            # The sum over replicas is then the first one's value.
             new = jnp.where(jax.lax.axis_index(AXIS) == 0, new, jnp.zeros_like(new))
+        # One number per process; `combine` continues over the ranks.
         combined = (jax.lax.pmean if how == "mean" else jax.lax.psum)(new, AXIS)
 
         def act(strategy: Any, values: list[Any]) -> None:
+            # The sum may be wider than the variable.
             variable.combine(change, [values[0].astype(variable.dtype)])
 
         self.trace.changed.add(variable)
@@ -168,20 +178,23 @@ class TracedReplica(ReplicaContext):
         """Average gradients over the replicas of this process.
 
         Args:
-            act: called after the program with the strategy, the pairs, and the sum of the examples
+            act: called after the program with the strategy, the pairs, and the number of examples
                 or None.
             pairs: (gradient or None, variable).
-            examples: a number, a traced one, or None.
+            examples: a number, possibly traced, or None.
         """
         if any(isinstance(g, Rows) for g, _ in pairs):
+            # XLA programs need fixed shapes, and rows differ between steps.
             raise Untraceable("gradients are Rows")
         given = [(i, jnp.asarray(g)) for i, (g, _) in enumerate(pairs) if g is not None]
         count, averaged = _average([g for _, g in given], examples)
         variables = [variable for _, variable in pairs]
+        # None gradients are not traced, so their places are remembered.
         places = [i for i, _ in given]
 
         def after(strategy: Any, values: list[Any]) -> None:
             gradients: list[Any] = [None] * len(variables)
+            # Not strict: a traced count may follow the gradients.
             for i, value in zip(places, values, strict=False):
                 gradients[i] = value
             told = values[-1] if isinstance(count, jax.Array) else count
@@ -195,8 +208,9 @@ class TracedReplica(ReplicaContext):
     def _over_ranks(
         self, name: str, partial: list[Any], over_ranks: Callable[[Any, list[Any]], Any]
     ) -> list[Any]:
-        """Return what becomes of arrays of this process among all; end the program for that."""
+        """Return arrays of this process reduced over all processes; ends the program for that."""
         trace = self.trace
+        # The first trace passes all points, in order to find all variables.
         if self.strategy.ranks.size == 1 or trace.met is None:
             return partial
         number = trace.meetings
@@ -213,37 +227,43 @@ class TracedReplica(ReplicaContext):
 def _average(gradients: Sequence[Any], examples: Any) -> tuple[Any, list[Any]]:
     """Return the number of examples of all replicas, and their mean gradients.
 
-    What is the same number on all replicas must not become a result of the program: XLA on CPUs
-    runs a program that begins with two things, one of them a constant, half again as long.
+    A number that is constant on all replicas must not be a result of the program: XLA on CPUs takes
+    half as long again for a program whose results begin with a constant.
     """
     weight: Any = 1 if examples is None else examples
     if isinstance(weight, (bool, int, float, np.generic)):
+        # Constant weights: the count is known while tracing.
         sums = _packed_sums([_wide(g, weight) for g in gradients])
+        # `psum` of a constant is the number of replicas, without a reduction.
         divisor = np.float32(jax.lax.psum(1, AXIS))
         count = None if examples is None else float(weight) * float(divisor)
     else:
         weight = jnp.float32(weight)
         count = jax.lax.psum(weight, AXIS)
+        # 0 rows on all replicas: the sums are 0, and must not become NaN.
         divisor = jnp.where(count == 0, 1, count)
         sums = _packed_sums(
             [(wide := _wide(g, weight)) * weight.astype(wide.dtype) for g in gradients]
         )
+    # Divided in the wide dtype, rounded once.
     each = zip(sums, gradients, strict=True)
     return count, [(total / divisor.astype(total.dtype)).astype(g.dtype) for total, g in each]
 
 
 def _wide(gradient: Any, weight: Any) -> Any:
-    """Return a gradient as sums take it; a mean over no rows may be NaN."""
+    """Return a gradient in the dtype of sums; zero for weight 0, because a mean may be NaN."""
+    # `where` instead of a product, since 0 * NaN is NaN.
     return jnp.where(weight == 0, 0, array_ops.arithmetic_dtype(gradient))
 
 
 def _packed_sums(parts: Sequence[Any]) -> list[Any]:
-    """Add up arrays over the replicas, short ones of one dtype side by side.
+    """Sum arrays over the replicas; short ones of one dtype are packed.
 
-    8 devices of the host take 0.2 ms for each reduction, however short.
+    On 8 CPU devices each reduction takes 0.2 ms, however short.
     """
     sums = [None if part.size <= _SHORT else jax.lax.psum(part, AXIS) for part in parts]
     short = [part for part in parts if part.size <= _SHORT]
+    # By dtype, because concatenation would widen mixed ones.
     for dtype in dict.fromkeys(str(part.dtype) for part in short):
         places = [i for i, part in enumerate(parts) if sums[i] is None and str(part.dtype) == dtype]
         flat = jnp.concatenate([parts[i].reshape(-1) for i in places])

@@ -1,8 +1,8 @@
 """Synchronous training on JAX devices of one or many processes.
 
-A function that replicas run is compiled once, for all devices of its process: replicas are places
-in one program, not threads. What JAX cannot compile runs as under the other strategies, a thread
-for each device, and the log says why.
+A function of replicas is compiled once, for all devices of its process: replicas are parts of one
+program, not threads. A function that JAX cannot compile runs as under the other strategies, in a
+thread per device; the log gives the reason.
 """
 
 from __future__ import annotations
@@ -32,36 +32,36 @@ log = logging.getLogger(__name__)
 
 R = TypeVar("R")
 
-_MOST_PROGRAMS = 128  # kept for calls to come
+_MOST_PROGRAMS = 128  # programs kept for later calls
 
 
 class TPUStrategy(Strategy):
-    """Synchronous training on TPUs, or on whatever devices JAX has, of all ranks.
+    """Synchronous training on TPUs, or on JAX's other devices, of all ranks.
 
-    `run` compiles the function, as `jax.jit` does: it is called while it is traced, so that what it
-    prints or counts happens then. Every array that it gets is traced; text, variables, functions
-    and the like are constants of the program. Numbers are traced, too. A function that is made anew
-    for each call is compiled anew.
+    `run` compiles the function as `jax.jit` does: the function is called while it is traced, so its
+    prints and counters run then. Array and number arguments are traced; strings, variables,
+    functions and similar arguments are constants of the program. A function object that is created
+    for each call is recompiled each time.
 
-    Inside of it, `all_reduce` and `all_gather` are reductions of JAX among the devices of a
-    process, where `jax.lax` knows the axis as "replica". `apply_gradients` and writes to "on_write"
-    variables take effect after the program. With several ranks, arrays cross to the others by
-    `collectives` after the program, or, for `all_reduce` and `all_gather`, between two programs,
-    the later of which computes again what it needs of the earlier. `merge_call`, `Rows`, and
-    batches of different lengths are not compiled, nor is what `jax.jit` refuses: then each device
-    has a thread.
+    Inside the function, `all_reduce` and `all_gather` are JAX reductions over the devices of a
+    process; `jax.lax` can use the axis "replica". `apply_gradients` and writes to "on_write"
+    variables take effect after the program. With several ranks, `collectives` exchanges arrays
+    after the program. For `all_reduce` and `all_gather` it does so between two programs; the second
+    one recomputes the values that it needs from the first. `merge_call`, `Rows`, batches of
+    different lengths, and functions that `jax.jit` rejects are not compiled: then each device has a
+    thread.
 
     Args:
-        tpu_cluster_resolver: says which devices; those that JAX has if None, TPUs before others.
-        devices: names of some of them, such as ["/tpu:0", "/tpu:2"]; all if None.
-        comm: the ranks; those of the job if None, without MPI if there is one. *Collective*.
+        tpu_cluster_resolver: selects the devices; None for JAX's, TPUs before others.
+        devices: names of some devices, such as ["/tpu:0", "/tpu:2"]; None for all.
+        comm: the ranks; None for those of the job, without MPI for one process. *Collective*.
         communication_options: how ranks exchange arrays.
 
     Raises:
         RuntimeError: JAX is not installed, or has no such devices; on all ranks.
-        MismatchError: ranks with different numbers of devices; on all ranks.
+        MismatchError: ranks have different numbers of devices; on all ranks.
 
-    Cost: beside the program, one all-reduce of 8 bytes among the ranks for each `run`.
+    Cost: besides the program, one all-reduce of 8 bytes among the ranks per `run`.
     """
 
     def __init__(
@@ -74,14 +74,17 @@ class TPUStrategy(Strategy):
     ) -> None:
         resolver = tpu_cluster_resolver or TPUClusterResolver()
         error: Exception | None = None
+        # A valid name, so that the constructor below can run and agree about the error.
         names: Sequence[str] = ["/cpu:0"]
         try:
             names = resolver.devices() if devices is None else devices
         except Exception as caught:
             error = caught
         super().__init__(names, of_this_job() if comm is None else comm, communication_options)
+        # After the constructor, which creates the ranks.
         self.ranks.agree("TPUStrategy", error)
         self.cluster_resolver = resolver
+        # JAX may lack a device on one rank only.
         self._mesh = self.ranks.run_then_agree("TPUStrategy", self._make_mesh)
         self._programs: dict[Any, Any] = {}
         self._reasons: set[str] = set()
@@ -100,21 +103,24 @@ class TPUStrategy(Strategy):
         """Call `fn(*args, **kwargs)` on every replica, compiled; *collective*. See `Strategy.run`.
 
         Returns:
-            What `fn` returned; a `PerReplica` for every array, where a process has several devices.
+            the result of `fn`; a `PerReplica` for every array if a process has several devices.
         """
         require_cross_replica(self, "run")
         if not isinstance(args, (list, tuple)):
             return super().run(fn, args, kwargs)
+        # A new call: an earlier error must not be taken for this one's.
         self.ranks.start()
         program, given, why, error = None, None, "", None
         try:
             program, given, why = self._compile(fn, [list(args), dict(kwargs or {})])
         except Exception as caught:
             error = caught
+        # Collective: if one rank cannot compile, all run threads, since their points must match.
         if self._any_cannot(why):
             if why and why not in self._reasons:
                 self._reasons.add(why)
                 log.warning("run: not compiled, each device has a thread instead: %s", why)
+            # An error of this rank still has to be agreed below.
             if error is None:
                 return super().run(fn, args, kwargs)
         result: Any = None
@@ -128,12 +134,12 @@ class TPUStrategy(Strategy):
         return result  # type: ignore[no-any-return]
 
     def _any_cannot(self, why: str) -> bool:
-        """Tell whether any rank has a reason not to compile; *collective*."""
+        """Return whether any rank has a reason not to compile; *collective*."""
         mine = np.array([bool(why)], np.int64)
         return bool(self.ranks.allreduce([mine], cc.MAX)[0][0])
 
     def _compile(self, fn: Callable[..., Any], given: Any) -> tuple[Any, Any, str]:
-        """Return the program for a call, its arguments, and why there is none."""
+        """Return the program for a call and its arguments, or the reason for its absence."""
         import jax
 
         from strategies.tpu.arguments import Arguments
@@ -153,6 +159,7 @@ class TPUStrategy(Strategy):
         except Untraceable as error:
             return None, None, str(error)
         except (jax.errors.JAXTypeError, jax.errors.JAXIndexError) as error:
+            # JAX's errors for control flow, shapes and indices that depend on traced values.
             return None, None, f"what jax.jit refuses: {str(error).splitlines()[0]}"
 
     def apply_gradients(
@@ -164,7 +171,7 @@ class TPUStrategy(Strategy):
     ) -> None:
         """Average the gradients of all replicas, and update the variables once; see `Strategy`.
 
-        In a compiled function the update comes after the program.
+        Inside a compiled function the update runs after the program.
         """
         top = context.current()
         replica = None if top is None or top.strategy is not self else top.replica
@@ -175,16 +182,17 @@ class TPUStrategy(Strategy):
         def act(strategy: Any, pairs: list[tuple[Any, Any]], told: float | None) -> None:
             from strategies.optimizers.jax_step import donate_gradients
 
-            # They are the program's. What averaging returns may lie in memory of its own.
+            # These gradients belong to the program. Averaged ones may be in memory of their own.
             direct = self.ranks.size == 1 and isinstance(optimizer, Optimizer)
             with donate_gradients() if direct else nullcontext():
                 self._apply(optimizer, [ReplicaGradients(pairs, told)])
 
+        # Examples may be traced, so only the pairs are checked.
         pairs = ReplicaGradients.of(grads_and_vars, None).pairs
         replica.apply(act, pairs, examples)  # type: ignore[attr-defined]
 
     def placed(self, value: Any, *, shared: bool) -> list[Any]:
-        """Return the value for each replica of this process: one array on all devices if shared."""
+        """Return the value for each replica of this process: one replicated array if shared."""
         if shared:
             return [self._mesh.everywhere(value)] * len(self.devices)
         return [put_jax(value, name) for name in self.devices]

@@ -4,7 +4,7 @@
 
     1  a,"the cat          a quoted field is open at the end of line 1 ...
     2  sat",7              ... and closed in line 2: one record with the number 1
-    3  b,"lost,8           open, but no line closes it: a record by itself, which is malformed
+    3  b,"lost,8           open, but no line closes it: a malformed record of its own
     4  c,"mat",9           the quote before `mat` cannot end a field, so line 3 is not joined
 """
 
@@ -24,11 +24,11 @@ class _QuoteState(Enum):
 
 
 class RecordJoiner:
-    """Joins the lines of one file to records.
+    """Joins the lines of a file into records.
 
     Args:
         delimiter: the character between fields.
-        limit: maximum length of a joined record in characters; the lines of a longer one are
+        limit: maximum length of a joined record in characters; the lines of a longer record are
             returned as single records.
     """
 
@@ -47,18 +47,22 @@ class RecordJoiner:
         """Add the next line, or None for a damaged one.
 
         Returns:
-            The records that are complete now: number of the first line, and text.
+            The records that are now complete: number of the first line, and text.
         """
+        # A damaged line inside a quoted field: the text around it cannot be one record.
         if line is None:
             return self.flush()
         was_open = self.is_open
         state = _QuoteState.CLOSED
+        # Most lines have no quote, and need no scan.
         if was_open or '"' in line:
             state = _state_after(line, self._delimiter, was_open)
         is_too_long = self._length + len(line) > self._limit
         if was_open and (state is _QuoteState.MALFORMED or is_too_long):
+            # No line closed the open record, so its lines are returned as single records.
             return self.flush() + self.add(number, line)
         self._pending.append((number, line))
+        # The line end counts, as it becomes part of the record.
         self._length += len(line) + 1
         if state is _QuoteState.OPEN:
             return []
@@ -73,7 +77,7 @@ class RecordJoiner:
 
 
 def _state_after(line: str, delimiter: str, is_open: bool) -> _QuoteState:
-    """Return the state at the end of a line; `is_open`: a quoted field is open at its start."""
+    """Return the state at the end of a line. `is_open`: a quoted field is open at its start."""
     at = 0
     while True:
         if not is_open and line.startswith('"', at):
@@ -83,6 +87,7 @@ def _state_after(line: str, delimiter: str, is_open: bool) -> _QuoteState:
             if quote < 0:
                 return _QuoteState.OPEN
             after = line[quote + 1 : quote + 2]
+            # Past the quote and the character after it.
             at = quote + 2
             if after == '"':  # an escaped quote
                 continue
@@ -90,6 +95,7 @@ def _state_after(line: str, delimiter: str, is_open: bool) -> _QuoteState:
                 return _QuoteState.MALFORMED
             is_open = False
         else:
+            # 0 without a further delimiter.
             at = line.find(delimiter, at) + 1
             after = delimiter if at else ""
         if not after:
