@@ -3,15 +3,15 @@
     python benchmarks/allreduce.py [--ranks 2] [--dtype float32] [--json file]
         [--plot file.svg]
 
-Each setting of Open MPI and each other library is a job of its own, in which ours and the peers
-take turns at every size, near and far apart, with arrays written anew before each call: `turns.py`.
-All jobs run `--rounds` times in turns. Figures are medians of the slowest rank. Ratios are a peer's
-time over ours in the same turns: of `call`, which writes another array, MPI's with two arrays; of
-`plan` and `shared`, in place, MPI's with `MPI.IN_PLACE`. "best" is the smallest ratio over the
-jobs. What writing an array takes, to private and to shared memory, is a column.
+Each setting of Open MPI and each other library is one job, in which Unisono and the peers take
+turns at every size, near and far apart. Ranks rewrite their arrays before each call (`turns.py`).
+All jobs run `--rounds` times in turns. Figures are medians of the slowest rank. A ratio is a peer's
+time over Unisono's in the same turns. `call` writes another array and is compared with MPI on two
+arrays; `plan` and `shared` are in place and compared with `MPI.IN_PLACE`. "best" is the smallest
+ratio over the jobs. A column has the time to write an array, in private and in shared memory.
 
-`copy` is the time in which all ranks at once copy as many bytes from private to private memory, a
-floor for anything that moves the data. MPI knows no bfloat16: float16 takes its place there. Gloo
+`copy` is the time in which all ranks at once copy as many bytes from private to private memory, for
+comparison with any program that moves the data. MPI has no bfloat16, so its rows use float16. Gloo
 runs as under `torchrun` (`LOCAL_WORLD_SIZE`), which lets it use shared memory.
 """
 

@@ -4,7 +4,7 @@
 
 Every rank is simulated (`collectives.simulation`): a group as a job has it, a rank on each machine,
 over a transport that counts. Messages are those that a rank sends, peers the ranks that it sends to
-or receives from, since MPI connects two ranks when they first meet; both of the rank with most.
+or receives from, since MPI connects two ranks at their first message; both of the rank with most.
 Bytes on the line are those of a rank. The memory of a group is what Python allocates for it, the
 mean over the ranks, without the shared memory of a node, whose file is the only one that is open
 for it. `init` begins here where MPI has started and every rank knows where the others are (one
@@ -229,7 +229,7 @@ def most_of(
 
 
 def scheduled(size: int) -> list[float]:
-    """Return the messages and peers of an all-to-all, from the functions that say who meets whom.
+    """Return the messages and peers of an all-to-all, from the functions that return the schedule.
 
     Its comparison has the peers of `topology.doubling`, among the others.
     """
@@ -337,7 +337,7 @@ def rank_main() -> int:
 
 
 def opened() -> tuple[int, int]:
-    """Return how many TCP connections of this process stand, and how many other files are open."""
+    """Return the numbers of open TCP connections and of other open files of this process."""
     links = []
     for number in os.listdir("/proc/self/fd"):
         with contextlib.suppress(OSError):  # the folder's own

@@ -17,7 +17,7 @@ simulated (`SimulatedCluster.burst`).
 Before each layout it is measured how ranks wait that share a core (`shared_host.py`, half a
 minute), and in its job, before and after every pass over the sizes, what a byte of a shaped line
 costs the cores, alone and with all ranks in each other's way, and what Python takes for each
-algorithm besides its messages (`simulation.overhead`): the simulation is told the medians.
+algorithm besides its messages (`simulation.overhead`): the simulation uses the medians.
 
 All sizes are gone through `PASSES` times, and what a call takes is the median of its passes; how
 far these are apart is how well a time repeats, and no prediction can be nearer (`plan_cache`: the
@@ -66,7 +66,7 @@ sys.path[:0] = [str(ROOT / "tests"), str(ROOT / "tests" / "netns")]
 
 SIZES = [512, 4 << 10, 16 << 10, 64 << 10, 256 << 10, 1 << 20, 4 << 20, 16 << 20]
 
-# Bytes from which on errors are told apart by algorithm: the line counts there, not the programs.
+# Bytes from which errors are listed by algorithm, because the line dominates, not the programs.
 LONG = 256 << 10
 
 # What is promised: the share of rows in which "auto" takes at most `NEAR` times the fastest's time.
@@ -357,7 +357,7 @@ def between_machines(comm: Communicator) -> tuple[int, ...]:
 
 
 def inside_a_machine(comm: Communicator) -> tuple[int, ...]:
-    """Return rank 0 and the next one of its machine; nobody if there is none."""
+    """Return rank 0 and the next one of its machine; none if it does not exist."""
     return (0, 1) if comm.allgather([comm.node_rank])[1] == 0 else ()
 
 
@@ -410,8 +410,8 @@ def exchange(leaders: Communicator) -> None:
 def together(comm: Communicator) -> float:
     """Return the seconds that a byte takes of all cores for each program, where all ranks send.
 
-    By the time of exchanges in which ranks wait as in calls, and so are in each other's way. Where
-    the lines take longer than the cores this is theirs, and in nobody's way.
+    Measured by exchanges in which ranks wait as in calls, and so disturb each other. If the lines
+    take longer than the cores, it is the time of the lines, which disturbs no rank.
     """
     away = comm.size // comm.num_nodes
     after, before = ((comm.rank + step) % comm.size for step in (away, -away))
@@ -489,7 +489,7 @@ def rank_main(seconds: float) -> int:
 
 
 def costs(comm: Communicator, seconds: float) -> dict[str, Any]:
-    """Return what messages cost here at present, as the simulation is told it."""
+    """Return the present cost of messages, as the simulation takes it."""
     return {
         "pairs": by_pairs(comm, seconds),
         "copying": copying(comm),
@@ -499,7 +499,7 @@ def costs(comm: Communicator, seconds: float) -> dict[str, Any]:
 
 
 def median(several: Sequence[Any]) -> Any:
-    """Return the medians of numbers that stand in structures alike."""
+    """Return the medians of numbers in equal structures."""
     first = several[0]
     if isinstance(first, dict):
         return {key: median([each[key] for each in several]) for key in first}
@@ -509,7 +509,7 @@ def median(several: Sequence[Any]) -> Any:
 
 
 def enough(nbytes: int, passes: list[dict[int, tuple[float, dict[str, float]]]]) -> bool:
-    """Tell whether a size has been measured often enough while others were quiet."""
+    """Return whether a size has enough passes in which other programs used few cores."""
     return sum(each[nbytes][0] <= BUSY for each in passes if nbytes in each) >= PASSES
 
 

@@ -8,8 +8,8 @@ rate the cores that all of them share matter less. MPI's settings are fixed when
 so every round starts a job with MPI's defaults, one in which it yields the core when idle (its
 default is to spin), one with our settings, and one of our own rows, which take turns. MPI's rows
 are not among these: packets that its bursts have lost make what follows on the same connections ten
-times as slow. A time is the slowest rank's, a figure the median over all repetitions. What is
-promised (`GOALS`) is printed at the end with what was measured, and stands in the file under
+times as slow. A time is the slowest rank's, a figure the median over all repetitions. The
+targets (`GOALS`) are printed at the end beside the measurements, and written to the file under
 `goals`.
 
 The line time counts the bytes of the arrays alone. Headers take 4.4 % of a line with packets of

@@ -9,9 +9,9 @@
 `kills` starts `examples/elastic_digits.py` again and again under `mpirun --with-ft ulfm`. In each
 job one or two ranks are killed, two at one step or each at its own; which ones is drawn from a
 seed. It ends with status 1 if a job has not trained to an accuracy of 0.96, or has lost or repeated
-a row; or where spare ranks were enough, if its last checkpoint has other bits than that of a job in
-which nobody dies. Rows are added to those that the file has of other jobs. `waiting` says what a
-spare rank costs two that train.
+a row; or where spare ranks were enough, if its last checkpoint has other bits than that of a job
+without a death. Rows are added to the rows of other jobs in the file. `waiting` measures the cost
+of a spare rank for two training ranks.
 """
 
 from __future__ import annotations

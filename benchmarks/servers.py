@@ -153,7 +153,7 @@ def small(comm, service) -> dict[str, float]:
 
 
 def idle(comm) -> float:
-    """Cost of a service that nobody uses."""
+    """Cost of an unused service."""
     comm.barrier()
     began = time.process_time()
     time.sleep(IDLE_SECONDS)

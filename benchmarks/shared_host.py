@@ -8,7 +8,7 @@ where `init` has MPI give the core away in each look. In microseconds:
 
     look us     a rank's part of a round in which all have the core once and find nothing: as a wait
                 begins, and later
-    polls us    the looks of a rank before it gives its core away, which nobody else wants
+    polls us    the looks of a rank before it yields its core, which no other rank needs
     trip us     between two ranks on different machines, while all others look: half of a ping-pong
                 from Python, an exchange of eager messages, the algorithm of an all-reduce of 8
                 bytes, and the whole call, which has the two before

@@ -123,7 +123,7 @@ def large_arrays(comm, service, mebibytes: int) -> tuple[float, float]:
 
 
 def idle(comm) -> float:
-    """Cost of a service that nobody uses."""
+    """Cost of an unused service."""
     comm.barrier()
     began = time.process_time()
     time.sleep(IDLE_SECONDS)

@@ -4,10 +4,10 @@
 
 Needs `smpicc` and `smpirun` (Debian: libsimgrid-dev). A machine for each rank, lines of 100 Gbit/s
 in and out, 2.5 us on each; neither simulation lets programs or sums take time, and no message
-asks its receiver first. SMPI's corrections of bandwidth and latency, which stand for
+asks its receiver first. SMPI's corrections of bandwidth and latency, which were fitted to
 another cluster, are off. Its ring and its halving are those of MPI libraries: a round is one
-message, where ours go in slices that follow one another. A row that SMPI does not come to the end
-of says why in place of its times ("absent").
+message, where Unisono sends consecutive slices. A row that SMPI does not finish has the reason in
+place of its times ("absent").
 """
 
 from __future__ import annotations

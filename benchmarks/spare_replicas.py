@@ -4,14 +4,14 @@
 
 Each rank sleeps before it delivers a gradient, so that more ranks than cores are fine: a log-normal
 time, and in every 20th step one rank takes ten times as long. For each number of spare replicas the
-mean step time is held against what the same delays give by arithmetic:
+mean step time is compared with the time computed from the same delays:
 
-- `expected`: a step ends with the gradient that it needs last; who is late begins with the newest
+- `expected`: a step ends with the last gradient that it needs; a late rank begins with the newest
   step when it has finished the old one;
-- `fresh`: the order statistic alone, as if everybody began every step at once.
+- `fresh`: the order statistic alone, as if all ranks began every step at once.
 
-`asynchronous` is the time in which as many gradients are applied if nobody waits for anybody: what
-waiting costs, and what spare replicas win back of it without stale gradients.
+`asynchronous` is the time to apply as many gradients if no rank waits for another one. It shows
+the cost of waiting, and the part that spare replicas save without stale gradients.
 
 `--digits` trains the digits instead, to 96 % of the held-out ones, without spares and with two.
 """

@@ -97,7 +97,7 @@ def started(backend: str, ranks: int, folder: str) -> float:
 
 
 def free_port() -> int:
-    """Return a port that nobody listens at."""
+    """Return a free port."""
     with socket.socket() as listener:
         listener.bind(("localhost", 0))
         port: int = listener.getsockname()[1]

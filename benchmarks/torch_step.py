@@ -7,8 +7,7 @@ takes over Gloo, which gets `LOCAL_WORLD_SIZE` as `torchrun` sets it: its shared
 take turns, every other round backwards; a ratio is the median of the rounds', with its quartiles.
 Short steps are timed several at a time. `alone` is the same step without any exchange, `hook` DDP
 with `strategies.torch.ddp_hook`; `tensor` and `array` are `comm.allreduce` of either. The rate at
-which 512 KiB go from core to core is told before and after; with `--json` a run is added to the
-file.
+which 512 KiB pass from core to core is printed before and after; `--json` adds a run to the file.
 
 PyTorch gives the memory of large gradients back to the system, and each step waits for new pages;
 with `--keep-memory` it is kept (`strategies.torch.keep_memory`), for all ways alike.

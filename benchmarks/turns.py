@@ -1,20 +1,20 @@
-"""Turns: how benchmarks on one node measure ours and three MPI libraries, near and far.
+"""Turns: how benchmarks on one node measure Unisono and three MPI libraries, near and far.
 
-Each setting of Open MPI, and each other MPI library that stands in `mpich/` or `impi/` of this
-environment (CONTRIBUTING says how), is a job of its own, in which ours and its own take turns.
+Each setting of Open MPI, and each other MPI library in `mpich/` or `impi/` of this environment, is
+one job, in which Unisono and the library take turns.
 
-**Near and far.** A virtual machine's cores move, and what passes between two of them is slower by
-half or more where they share less. So before and after each turn rank 0 hands 512 KiB over to rank
-1 (`Handover`), and turns are told apart by its rate, if there are two kinds of it; a turn with one
-of either kind is dropped.
+**Near and far.** The host moves the cores of a virtual machine. Cores that share less pass data at
+half the rate or less. Before and after each turn, rank 0 passes 512 KiB to rank 1 (`Handover`). If
+there are two kinds of rates, they divide the turns in two groups; a turn with one rate of each kind
+is dropped.
 
-**Fresh arrays.** Before each call a rank writes its array anew, as a training step does: what
-nobody writes stays in other cores' caches, and the next call is faster than it will ever be. The
-clock stands still meanwhile; for arrays up to 16 KiB the time of writing alone is subtracted.
+**Fresh arrays.** Before each call a rank rewrites its array, as a training step does. An array that
+is not rewritten stays in the caches of other cores, and the next call would be too fast. The clock
+stops meanwhile; for arrays up to 16 KiB the separately measured time to write is subtracted.
 
 **Known cores.** Ranks are bound to the first cores that they may use, or to those of `--cores`: on
 a machine whose topology is known (`lscpu --extended`), `--cores 0,1` and `--cores 0,64` measure two
-cores that share a cache and two of different packages, each in a run of its own.
+cores that share a cache and two of different packages, each in a separate run.
 """
 
 from __future__ import annotations

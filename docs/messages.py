@@ -32,12 +32,6 @@ _CORE = re.compile(r"^(?:[\w. ]+|\.\.\. \([^)]*\)): |(?:\s*\([^()]*\))+$")
 # `strategies.rpc.client` adds the operation and the object to the error of another task.
 _REMOTE = re.compile(r"[\w. ]+: (.+) \(object: [^()]*\)")
 
-_INTRO = """\
-Every text that an error of ours may have, by the file that makes it. `...` is filled in when it
-happens. A class leads to what it means and what can be done about it; the texts that people meet
-most have a place of their own there. At a prompt: `python -m collectives errors WORDS`.
-"""
-
 
 class Raised(NamedTuple):
     """One text of one place that makes an error."""

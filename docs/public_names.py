@@ -15,8 +15,8 @@ from pathlib import Path
 
 import messages
 
-# Module -> what its page says first. In this order names are given to pages: the rooms before the
-# package that repeats some of theirs.
+# Module -> introduction of its page. Names are assigned to pages in this order: components come
+# before the package that repeats some of their names.
 MODULES = {
     "collectives": "Operations among ranks. What a communicator has as a method is a function "
     "here, too: of the communicator of all ranks.",
@@ -43,6 +43,7 @@ MODULES = {
     "strategies.experiment": "One program for all tasks of a cluster.",
     "strategies": "Strategies, and what a training program needs most. More is in its modules.",
     "strategies.torch": "For PyTorch.",
+    "strategies.jax": "For JAX: operations inside compiled programs.",
     "strategies.horovod.elastic": "Horovod's names for jobs whose ranks may die: `hvd.elastic`.",
     "strategies.horovod.torch": "Horovod's names for PyTorch.",
     "strategies.horovod.jax": "Horovod's names for JAX.",

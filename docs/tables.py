@@ -1,4 +1,4 @@
-"""Generated tables of pages and docstrings: rooms, modules, algorithms and their costs.
+"""Generated tables of pages and docstrings: components, modules, algorithms and their costs.
 
 python docs/tables.py    writes the tables of docs/architecture.md and docs/operations.md, and the
                          names of algorithms in the docstrings of operations
@@ -19,7 +19,7 @@ END = "<!-- end -->\n"
 
 
 def floors(package: str) -> list[set[str]]:
-    """Return the rooms of each floor, which tests/test_floors.py lists."""
+    """Return the components of each layer, which tests/test_floors.py lists."""
     for node in ast.parse((ROOT / "tests" / "test_floors.py").read_text()).body:
         if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "FLOORS":
             found: dict[str, list[set[str]]] = ast.literal_eval(node.value)
@@ -39,21 +39,21 @@ def tables(package: str) -> Iterator[str]:
     yield from (
         f"## {package}\n",
         "\n",
-        "| floor | room | what it is for |\n",
+        "| layer | component | purpose |\n",
         "| --- | --- | --- |\n",
     )
     folders = []
-    for number, rooms in enumerate(floors(package)):
-        for room in sorted(rooms - {"__init__", "__main__"}):
-            folder = ROOT / package / room
+    for number, components in enumerate(floors(package)):
+        for component in sorted(components - {"__init__", "__main__"}):
+            folder = ROOT / package / component
             if folder.is_dir():
                 folders.append(folder)
-                yield f"| {number} | `{room}/` | {purpose(folder / '__init__.py')} |\n"
+                yield f"| {number} | `{component}/` | {purpose(folder / '__init__.py')} |\n"
             else:
-                yield f"| {number} | `{room}.py` | {purpose(folder.with_suffix('.py'))} |\n"
+                yield f"| {number} | `{component}.py` | {purpose(folder.with_suffix('.py'))} |\n"
     for folder in folders:
         yield from ("\n", f"### {package}/{folder.name}\n", "\n")
-        yield from ("| module | what it is for |\n", "| --- | --- |\n")
+        yield from ("| module | purpose |\n", "| --- | --- |\n")
         for file in sorted(folder.rglob("*.py")):
             if file.name != "__init__.py":
                 yield f"| `{file.relative_to(ROOT / package)}` | {purpose(file)} |\n"

@@ -1,4 +1,4 @@
-"""Train on scanned digits while ranks die: those that live go on, and the job can go on later.
+"""Train on scanned digits while ranks die: the survivors continue, and the job can be resumed.
 
     mpirun --with-ft ulfm -np 4 python examples/elastic_digits.py
     UNISONO_FAULT="step=40,rank=0,kind=kill" mpirun --with-ft ulfm -np 4 python ...
@@ -10,7 +10,7 @@ train on. With `--max-ranks 4` a fifth rank is spare, and trains in the place of
 any other MPI, or without `--with-ft ulfm`, a dead rank ends the job as usual.
 
 A session also writes them to files, less often, and when the batch system asks the job to stop: the
-program ends with status 85 then, and `--resume` goes on, with any number of ranks.
+program ends with status 85 then, and `--resume` continues with any number of ranks.
 """
 
 from __future__ import annotations
@@ -29,7 +29,7 @@ from strategies.session import Summaries, TrainingSession
 
 
 def main() -> None:
-    """Train, whoever dies, and say what became of it."""
+    """Train although ranks die, and print the accuracy."""
     options = parse_arguments()
     comm = cc.init()
     pixels, labels = digits.load("training")
@@ -77,7 +77,7 @@ def main() -> None:
             while not session.should_stop():
                 session.run(train_step, optimizer)
 
-    with elastic.Preemption(comm) as preemption:  # around all: also while those that live meet
+    with elastic.Preemption(comm) as preemption:  # also while surviving ranks synchronize
         elastic.run_elastic(train, state, min_ranks=options.min_ranks, max_ranks=options.max_ranks)
     if state.comm.rank == 0:
         pixels, labels = digits.load("held out")
@@ -97,8 +97,8 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--commit-steps", type=int, default=5, help="steps between two commits")
     parser.add_argument("--checkpoints", default="runs/elastic", help="directory of files")
     parser.add_argument("--save-steps", type=int, default=100, help="steps between two files")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest file")
-    parser.add_argument("--min-ranks", type=int, default=1, help="how few may go on")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest file")
+    parser.add_argument("--min-ranks", type=int, default=1, help="least ranks that may continue")
     parser.add_argument("--max-ranks", type=int, help="how many train; the others are spare")
     return parser.parse_args()
 

@@ -3,7 +3,7 @@
     python examples/ensemble_of_devices.py
     python examples/ensemble_of_devices.py --slow 2
 
-Every network is on one device of JAX, here of 8 that the host stands for, and has a thread. All are
+Every network is on one device of JAX, here one of 8 devices of the host, and has a thread. All are
 asked at once, and the probabilities that have come at the deadline are averaged: a batch has one
 deadline for all networks. One that is late is not asked again before it has answered.
 """
@@ -106,7 +106,7 @@ def ask(number: int, members: list[Member], threads: ThreadPoolExecutor, options
     done, _ = wait(asked, timeout=options.deadline)
     took = time.perf_counter() - began
     names = " ".join(str(member.number) for future, member in asked.items() if future in done)
-    print(f"batch {number}: answered by {names or 'nobody'} within {1000 * took:.0f} ms")
+    print(f"batch {number}: answered by {names or 'none'} within {1000 * took:.0f} ms")
     time.sleep(options.interval)
     if not done:
         return 0.0

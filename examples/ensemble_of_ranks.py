@@ -5,8 +5,8 @@
 
 Rank 0 has the questions; each other rank is a member with one network. Every member has a queue of
 questions and a queue of answers, which both live on rank 0, and rank 0 averages the answers that
-come in time: a batch has one deadline for all members. One that is late or dead delays nobody
-twice: until it is heard of again, rank 0 does not wait for it.
+arrive in time: a batch has one deadline for all members. A late or dead member causes one delay:
+rank 0 does not wait for it again until an answer of it arrives.
 """
 
 from __future__ import annotations
@@ -78,7 +78,7 @@ def ask(queues: list, options: argparse.Namespace) -> None:
             if questions.size() < 8:  # one that does not take its questions gets no more
                 questions.enqueue((number, pixels[chosen]))
         began = time.perf_counter()
-        until = time.monotonic() + options.timeout  # whoever has answered by then is heard
+        until = time.monotonic() + options.timeout  # later answers are not used
         answers = {}
         for member, (_, queue) in enumerate(queues, 1):
             found, heard = take(queue, number, 0 if member in silent else until)
@@ -89,7 +89,7 @@ def ask(queues: list, options: argparse.Namespace) -> None:
             else:
                 silent.add(member)
         waited = 1000 * (time.perf_counter() - began)
-        names = " ".join(map(str, answers)) or "nobody"
+        names = " ".join(map(str, answers)) or "none"
         print(f"batch {number}: answered by {names} within {waited:.0f} ms", flush=True)
         if answers:
             hits += accuracy(np.mean(list(answers.values()), axis=0), digits[chosen]) * 32
@@ -97,7 +97,7 @@ def ask(queues: list, options: argparse.Namespace) -> None:
         time.sleep(options.interval)
     for questions, queue in queues:
         questions.close()
-        queue.close(cancel_pending_enqueues=True)  # nobody waits for late answers any more
+        queue.close(cancel_pending_enqueues=True)  # late answers are not read any more
     print(f"accuracy of what was answered: {hits / max(rows, 1):.4f}", flush=True)
 
 

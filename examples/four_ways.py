@@ -24,7 +24,7 @@ Arrays = dict[str, np.ndarray]
 
 
 def main() -> None:
-    """Train in each of the four ways, and print what became of it."""
+    """Train in each of the four ways, and print the results."""
     comm = cc.init()
     if comm.size == 1:
         raise SystemExit("four ways: rank 0 holds the variables, expected a replica besides")

@@ -22,7 +22,7 @@ BATCH = 48  # shared evenly by 1 to 4, 6, 8, 12, 16, 24 and 48 devices
 
 
 def main() -> None:
-    """Train, and say what came of it."""
+    """Train, and print the result."""
     options = parse_arguments()
     strategy = strategies.TPUStrategy()
     optimizer = strategies.Momentum(options.learning_rate, 0.9)

@@ -58,7 +58,7 @@ def with_servers(transformation, options) -> None:
 
 
 def with_spare_replicas(transformation, options) -> None:
-    """Make steps of the first gradients that come."""
+    """Train by steps of the first gradients that arrive."""
     comm = cc.init()
     with strategies.SpareReplicaStrategy(comm.size - options.spare, comm=comm) as strategy:
         transformation = strategies.DistributedOptimizer(transformation, strategy=strategy)
@@ -114,7 +114,7 @@ def my_batches(rank: int):
 
 
 def report(params, how: str) -> None:
-    """Say what came of it."""
+    """Print the accuracy on held-out digits."""
     pixels, digits = load("held out")
     right = (logits_of(params, pixels).argmax(1) == digits).mean()
     print(f"{how}\naccuracy on the held-out digits: {right:.4f}")

@@ -2,11 +2,11 @@
 
     mpirun -np 3 python examples/linear_regression.py
 
-The step is the same everywhere: a gradient of some rows, and `apply_gradients`. What differs is who
-averages it with whom; the default and one device have nobody to do so. TPUStrategy, where JAX is
-installed, has two devices of the host on each rank, and float32. Printed is, for each strategy and
-each descent, how far the weights are in the end from those that a direct solution has, for plain
-and for ridge regression, and the time of both.
+The step is the same under all strategies: a gradient of some rows, and `apply_gradients`. The
+strategies differ in the ranks and devices whose gradients they average; the default strategy and
+OneDeviceStrategy average nothing. If JAX is installed, TPUStrategy uses two host devices per rank,
+and float32. For each strategy and descent the program prints the distance of the weights from the
+direct solution, for plain and for ridge regression, and the time of both.
 """
 
 from __future__ import annotations

@@ -6,7 +6,7 @@
     mpirun -np 3 python examples/parameter_server.py --checkpoints run --resume
 
 All ranks run this program: the first ones hold the variables, the others compute. When the batch
-system asks one of them to stop, all do, with a checkpoint to go on from.
+system asks one of them to stop, all stop, with a checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -129,7 +129,7 @@ def scheduled_step(rows: np.ndarray) -> float:
 
 
 def report(strategy: strategies.ParameterServerStrategy, workers: int, seconds: float) -> None:
-    """Say what came of it."""
+    """Print accuracy and staleness."""
     strategy.pull()
     weights = {name: np.array(variable.value) for name, variable in strategy.variables.items()}
     pixels, digits = load("held out")
@@ -175,7 +175,7 @@ def parse_arguments() -> argparse.Namespace:
     )
     parser.add_argument("--epochs", type=int, default=40)
     parser.add_argument("--checkpoints", help="a directory, on the chief's machine")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     options = parser.parse_args()
     if options.warmup_steps is None:
         options.warmup_steps = 0 if options.coordinator or options.synchronous else 20

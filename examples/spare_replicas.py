@@ -5,7 +5,7 @@
 
 A step is made of the first three gradients; the fourth rank is a spare. With `--with-ft ulfm` after
 `mpirun`, one of them may even die. When the batch system asks one rank to stop, all do, with a
-checkpoint to go on from.
+checkpoint to resume from.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from strategies.session import TrainingSession, hooks
 
 
 def main() -> None:
-    """Train, and print on rank 0 what became of it."""
+    """Train, and print the result on rank 0."""
     options = parse_arguments()
     comm = cc.init()
     count = options.replicas_to_aggregate or max(1, comm.size - 1)
@@ -69,7 +69,7 @@ def train_step(strategy, optimizer, network, data) -> None:
 
 
 def report(strategy: strategies.SpareReplicaStrategy, network) -> None:
-    """Say what became of the gradients, and what was learnt."""
+    """Print the used and dropped gradients, and the accuracy."""
     said = strategy.report()
     weights = {name: variable.value for name, variable in network.items()}
     pixels, digits = load("held out")
@@ -109,10 +109,10 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=0.1)
     parser.add_argument("--seed", type=int, default=1)
     parser.add_argument("--checkpoints", help="a directory, on the chief's machine")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     options = parser.parse_args()
     if options.resume and not options.checkpoints:
-        parser.error("--resume wants --checkpoints, where to go on from")
+        parser.error("--resume needs --checkpoints, the directory to resume from")
     return options
 
 

@@ -2,8 +2,8 @@
 
     mpirun -np 2 python examples/torch_ddp_digits.py
 
-It is a program for torch.distributed as it stands in PyTorch's own documentation. One line differs,
-which is marked: the name of the backend. Addresses, ports and ranks need no variables.
+The program follows PyTorch's documentation of torch.distributed. One marked line differs: the name
+of the backend. Addresses, ports and ranks need no variables.
 """
 
 from __future__ import annotations

@@ -82,7 +82,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--learning-rate", type=float, default=0.3)
     parser.add_argument("--seed", type=int, default=1, help="of the order of the rows")
     parser.add_argument("--checkpoints", default="runs/torch-digits", help="where they go")
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     return parser.parse_args()
 
 

@@ -5,7 +5,7 @@
     mpirun -np 4 python examples/torch_servers.py --spare 1
 
 With parameter servers, rank 0 holds the parameters and the slots of the optimizer, and no worker
-waits for another one; with spare replicas, a step is made of the first gradients that come.
+waits for another one; with spare replicas, a step uses the first gradients that arrive.
 """
 
 from __future__ import annotations
@@ -63,7 +63,7 @@ def with_servers(model, optimizer, options) -> None:
 
 
 def with_spare_replicas(model, optimizer, options) -> None:
-    """Make steps of the first gradients that come."""
+    """Train by steps of the first gradients that arrive."""
     comm = cc.init()
     with strategies.SpareReplicaStrategy(comm.size - options.spare, comm=comm) as strategy:
         optimizer = strategies.DistributedOptimizer(
@@ -93,7 +93,7 @@ def my_batches(rank: int):
 
 
 def report(model, how: str) -> None:
-    """Say what came of it."""
+    """Print the accuracy on held-out digits."""
     pixels, digits = (torch.from_numpy(part) for part in load("held out"))
     right = (model(pixels.float()).argmax(1) == digits).double().mean()
     print(f"{how}\naccuracy on the held-out digits: {right:.4f}")

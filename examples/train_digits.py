@@ -142,7 +142,7 @@ def parse_arguments() -> argparse.Namespace:
     parser.add_argument("--readers", type=int, default=2, help="reader threads of each rank")
     parser.add_argument("--checkpoint-epochs", type=int, default=10, help="epochs between two")
     parser.add_argument("--seed", type=int, default=1)
-    parser.add_argument("--resume", action="store_true", help="go on from the newest checkpoint")
+    parser.add_argument("--resume", action="store_true", help="resume from the newest checkpoint")
     options = parser.parse_args()
     if options.epochs < 1:
         parser.error(f"argument --epochs: expected at least 1, got {options.epochs}")

@@ -22,7 +22,7 @@ class Trainer(Protocol):
 
 
 def compare(comm: cc.Communicator, make: Callable[[cc.Communicator], Trainer], epochs: int) -> None:
-    """Train `make(comm)`, and on rank 0 also the same alone; rank 0 prints what became of it."""
+    """Train `make(comm)`, and on rank 0 also the same alone; rank 0 prints the result."""
     together = make(comm)
     group = comm.group([0])
     alone = None if group is None else make(group)

@@ -11,7 +11,7 @@ import strategies
 def report(
     comm: cc.Communicator, accuracy: float, speed: float, checkpoint: Path | None, metrics: Path
 ) -> None:
-    """Draw the loss curve beside the metrics, and tell people what happened; from rank 0."""
+    """Draw the loss curve beside the metrics, and print a summary; on rank 0 only."""
     if comm.rank != 0:
         return
     from mpi4py import MPI
