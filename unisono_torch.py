@@ -1,4 +1,4 @@
-"""Tells PyTorch of the backend "unisono" when PyTorch is imported, by the entry point in setup.cfg.
+"""Registers the backend "unisono" when PyTorch is imported, by the entry point in setup.cfg.
 
 Every process that imports PyTorch runs `register`, also those that never use the backend: nothing
 is imported here, and nothing started, before `init_process_group`. What is done then is in

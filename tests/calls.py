@@ -1,16 +1,24 @@
-"""Calls of a test that may block, or that have to be refused."""
+"""Calls of a test that may block, fail or end the program, and folders of all ranks."""
 
 from __future__ import annotations
 
+import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor
+
+import pytest
 
 import collectives as cc
 from limits import Limit
 
-__all__ = ["in_thread", "raised", "until"]
+__all__ = ["folder_of", "in_thread", "raised", "status_of", "together", "until"]
 
 LIMIT = 20.0
+
+
+def folder_of(comm):
+    """A new folder, the same on all ranks."""
+    return comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None)
 
 
 def in_thread(function, *args, **options):
@@ -19,6 +27,12 @@ def in_thread(function, *args, **options):
     future = pool.submit(function, *args, **options)
     pool.shutdown(wait=False)
     return future
+
+
+def together(function, values):
+    """Call a function of each value, all at the same time in threads; return the results."""
+    with ThreadPoolExecutor(len(values)) as pool:
+        return list(pool.map(function, values, timeout=3 * LIMIT))
 
 
 def until(condition):
@@ -36,3 +50,10 @@ def raised(call):
     except (TypeError, ValueError, cc.CollectiveError) as error:
         return error
     return None
+
+
+def status_of(program):
+    """The exit status with which a program leaves."""
+    with pytest.raises(SystemExit) as left:
+        program()
+    return left.value.code

@@ -8,6 +8,7 @@ failing ranks' reports, and no rank runs ahead into the next test.
 from __future__ import annotations
 
 import contextlib
+import inspect
 import os
 from collections import defaultdict
 from pathlib import Path
@@ -94,7 +95,11 @@ class MpiWorld(NamedTuple):
 
         settings = inprocess.world_settings(self.shared, self.stores)
         comm = from_mpi(MPI.COMM_WORLD, settings)
-        result = function(comm)
+        try:
+            result = function(comm)
+        except pytest.skip.Exception:  # on every rank
+            comm.close()
+            raise
         comm.close()
         return [result]
 
@@ -159,6 +164,23 @@ def pytest_generate_tests(metafunc):
         pairs = [(world, name) for world in worlds for name in world.algorithms(*marker.args)]
         ids = [f"{world.name}-{name}" for world, name in pairs]
         metafunc.parametrize(("world", "algorithm"), pairs, ids=ids)
+
+
+@pytest.fixture
+def comm(world):
+    """In a test that takes it: the communicator, on every rank of the world."""
+    return world
+
+
+def pytest_pyfunc_call(pyfuncitem):
+    """Call a test that takes `comm` on every rank of its world."""
+    world = pyfuncitem.funcargs.get("comm")
+    if not hasattr(world, "run"):
+        return None
+    names = inspect.signature(pyfuncitem.obj).parameters
+    given = {name: pyfuncitem.funcargs[name] for name in names if name != "comm"}
+    world.run(lambda comm: pyfuncitem.obj(comm=comm, **given))
+    return True
 
 
 @pytest.fixture
@@ -298,11 +320,13 @@ def _size(item):
 def _sizes(item):
     """Numbers of ranks with which a case exists."""
     world = item.callspec.params.get("world")
-    if not UNDER_MPI or world is None:
-        return [_size(item)]
-    sizes = WORLD_SIZES if pairwise.full else _USUAL_SIZES[world.kind]
+    sizes = [_size(item)]
+    if UNDER_MPI and world is not None:
+        sizes = WORLD_SIZES if pairwise.full else _USUAL_SIZES[world.kind]
     # A rank alone shares its memory with nobody.
-    return [n for n in sizes if n > 1 or item.callspec.params.get("algorithm") != "node"]
+    algorithm = item.callspec.params.get("algorithm")
+    several = algorithm == "node" or item.get_closest_marker("several")
+    return [n for n in sizes if n != 1 or not several]
 
 
 def _factors(item):

@@ -3,8 +3,9 @@
 from __future__ import annotations
 
 import itertools
-import threading
 from contextlib import contextmanager
+
+from calls import together
 
 import inprocess
 from collectives.calls.group import Group
@@ -39,19 +40,11 @@ def two_tasks(timeout=60.0):
         services[rank] = Service(tapped, timeout=timeout)
         services.channels[rank] = tapped.channel
 
-    def together(function):
-        threads = [threading.Thread(target=function, args=(rank,)) for rank in range(2)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(20)
-            assert not thread.is_alive()
-
-    together(open_)
+    together(open_, range(2))
     try:
         yield services
     finally:
-        together(lambda rank: services[rank].close())
+        together(lambda service: service.close(), services)
 
 
 def leave(service):

@@ -10,8 +10,10 @@ from __future__ import annotations
 import threading
 import time
 from collections import defaultdict, deque
+from types import SimpleNamespace
 
 import numpy as np
+import pytest
 
 import fakecupy
 from collectives.arrays.device import DeviceBuffer
@@ -278,3 +280,9 @@ def run_ranks(size, function, mode="eager", *, timeout=20.0, leaders=None, setti
         if error is not None:
             raise error
     return results
+
+
+def on_ranks(size, **options):
+    """Mark a test that takes `comm`: it runs on this many threads, with options of `run_ranks`."""
+    ranks = SimpleNamespace(run=lambda function: run_ranks(size, function, **options))
+    return pytest.mark.parametrize("comm", [ranks], ids=[f"{size} ranks"])

@@ -58,6 +58,11 @@ class Result(NamedTuple):
     stdout: str
     stderr: str
 
+    def checked(self) -> Result:
+        """Assert that the program has succeeded."""
+        assert self.status == 0, self
+        return self
+
 
 def environment(**extra: str) -> dict[str, str]:
     """The variables for a program that is a world of its own."""
@@ -185,7 +190,6 @@ print([__main__.main(command) for command in json.loads(sys.argv[1])], flush=Tru
 def commands(size: int, *lists: list[str | Path]) -> Result:
     """Run several commands in one world, whose start takes longest; all must succeed."""
     words = json.dumps([list(map(str, command)) for command in lists])
-    result = mpirun(size, "-c", _COMMANDS, words, timeout=110)
-    assert result.status == 0, result.stdout + result.stderr
+    result = mpirun(size, "-c", _COMMANDS, words, timeout=110).checked()
     assert result.stdout.count(str([0] * len(lists))) == size, result.stdout + result.stderr
     return result

@@ -9,7 +9,7 @@ from launcher import ROOT
 
 __all__ = ["check", "check_output"]
 
-_RAISED = re.compile(r"(?:collectives|strategies)\.errors\.(\w+): (.*)")
+_RAISED = re.compile(r"(?:collectives\.core|strategies)\.errors\.(\w+): (.*)")
 
 
 def check(text: str) -> None:

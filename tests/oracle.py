@@ -16,7 +16,10 @@ from collectives.arrays.device import BFLOAT16
 from collectives.tools import oracle
 from collectives.tools.oracle import reduced
 
-__all__ = ["BFLOAT16", "BOOL", "DTYPES", "FLOATS", "assert_close", "data", "is_defined", "reduced"]
+__all__ = [
+    "BFLOAT16", "BOOL", "DTYPES", "FLOATS", "assert_close", "data", "is_defined", "joined",
+    "reduced",
+]  # fmt: skip
 
 DTYPES = list(oracle.DTYPES.values())
 FLOATS = [np.dtype(np.float16), BFLOAT16, np.dtype(np.float32), np.dtype(np.float64)]
@@ -66,3 +69,8 @@ def assert_close(result, arrays, op):
     assert result.dtype == arrays[0].dtype
     problem = oracle.mismatch(result, exact)
     assert problem is None, problem
+
+
+def joined(ranks, join=np.concatenate):
+    """Steps of one process that has the rows of all ranks."""
+    return [tuple(map(join, zip(*step, strict=True))) for step in zip(*ranks, strict=True)]

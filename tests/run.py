@@ -145,7 +145,7 @@ def _end(number: int, frame: FrameType | None) -> None:
         return
     began = time.monotonic()
     signalled: set[tuple[int, str]] = set()
-    while alive := signalled & _processes().keys() | set(_descendants(os.getpid())):
+    while alive := signalled & _processes().keys() | set(descendants(os.getpid())):
         waited = time.monotonic() - began
         if waited > 2 * GRACE:
             break
@@ -160,7 +160,7 @@ def _end(number: int, frame: FrameType | None) -> None:
     os.kill(os.getpid(), number)
 
 
-def _descendants(root: int) -> list[tuple[int, str]]:
+def descendants(root: int) -> list[tuple[int, str]]:
     """Return the running descendants of a process: process id and start time."""
     found: list[tuple[int, str]] = []
     parents = {root}

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from contextlib import contextmanager
+import inspect
+from contextlib import contextmanager, suppress
+from functools import partial
 
 import pytest
 
@@ -11,6 +13,7 @@ from strategies.cluster.cluster import Cluster
 from strategies.cluster.spec import ClusterSpec
 from strategies.parameter_server import ParameterServerStrategy
 from strategies.rpc.server import Server
+from strategies.spare_replica import SpareReplicaStrategy
 from tapped import Tapped
 
 LIMIT = 20.0  # seconds after which a test that hangs fails
@@ -44,7 +47,7 @@ def cluster_test(body, *, ps=None, chief_timeout=60.0, **options):
         world.run(lambda comm: run(comm))
 
     def run(comm):
-        with opened(comm, ps, chief_timeout) as server:
+        with opened(comm, ps, chief_timeout) as server, suppress(ServesOthers):
             made = {name: f() if name == "optimizer" else f for name, f in options.items()}
             strategy = ParameterServerStrategy(
                 server, made.pop("optimizer", strategies.SGD(1.0)), **made
@@ -79,12 +82,60 @@ def training(server):
     return server.cluster.workers is not None
 
 
-def scenario(**options):
-    """Make a test of a function of a strategy and its server."""
+class ServesOthers(Exception):
+    """Raised where a test goes on with the workers alone."""
+
+
+def only_workers(server):
+    """The communicator of the workers; on a ps task the body of the test ends here."""
+    if not training(server):
+        raise ServesOthers
+    return server.cluster.workers
+
+
+def _decorator(strategy, run):
+    of_strategy = inspect.signature(strategy).parameters
 
     def decorate(body):
-        test = cluster_test(body, **options)
+        def test(world, **given):
+            own = {name: value for name, value in given.items() if name in of_strategy}
+            run(world, partial(body, **given), own)
+
+        first, _, *further = inspect.signature(body).parameters.values()
+        test.__signature__ = inspect.Signature([first.replace(name="world"), *further])
         test.__name__ = body.__name__
         return test
 
     return decorate
+
+
+def scenario(**options):
+    """Make a test of a function of a strategy, its server and the parameters of the test.
+
+    A parameter with the name of an option of the strategy is this option.
+    """
+
+    def run(world, body, own):
+        cluster_test(body, **options, **own)(world)
+
+    return _decorator(ParameterServerStrategy, run)
+
+
+def on_workers(count, **options):
+    """Make a test of a function of a strategy with spare replicas, its ranks and parameters.
+
+    The ranks are so many of the world; a smaller world skips the test.
+    """
+
+    def run(world, body, own):
+        if world.size < count:
+            pytest.skip(f"needs {count} ranks")
+        world.run(lambda comm: on_some(comm, body, own))
+
+    def on_some(comm, body, own):
+        group = comm.group(list(range(count)))
+        if group is not None:
+            with SpareReplicaStrategy(comm=group, **options, **own) as strategy:
+                body(strategy, group)
+
+    return _decorator(SpareReplicaStrategy, run)

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import threading
+import time
 from contextlib import contextmanager
 
 from collectives import extend
 
-__all__ = ["Channel", "Tapped", "silence"]
+__all__ = ["Channel", "Tapped", "flush", "receive", "silence"]
 
 LIMIT = 20.0
 
@@ -89,3 +90,21 @@ def silence(channel):
         yield
     finally:
         channel.free.set()
+
+
+def receive(chan):
+    """Wait for the next message of a channel."""
+    give_up = time.monotonic() + LIMIT
+    while (message := chan.poll()) is None:
+        assert time.monotonic() < give_up
+        chan.wait(0.1)
+    return message
+
+
+def flush(chan):
+    """Wait until all that was sent is on its way."""
+    give_up = time.monotonic() + LIMIT
+    while not chan.idle:
+        assert time.monotonic() < give_up
+        chan.poll()
+        chan.wait(0.01)

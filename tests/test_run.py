@@ -111,8 +111,7 @@ def test_a_group_of_tests_stays_together(tmp_path):
         "    pathlib.Path(f'{number}.worker').write_text(os.environ['PYTEST_XDIST_WORKER'])\n"
     )
     command = [sys.executable, "-m", "pytest", "-n", "2", "--dist", "loadgroup", "."]
-    done = run(command, timeout=100, cwd=tmp_path, UNISONO_TEST_WORLD="")
-    assert done.status == 0, done
+    run(command, timeout=100, cwd=tmp_path, UNISONO_TEST_WORLD="").checked()
     workers = [file.read_text() for file in tmp_path.glob("*.worker")]
     assert len(workers) == 6
     assert len(set(workers)) == 1, workers
@@ -181,11 +180,10 @@ def test_only_the_names_of_requirements_are_marks():
 def test_what_every_first_call_needs_is_compiled_before_the_tests(tmp_path):
     # On a busy machine it has taken longer than the 20 s that a rank waits for another one.
     command = [sys.executable, "-m", "pytest", "--collect-only", "-p", "no:cacheprovider"]
-    done = run(
+    run(
         [*command, "tests/test_floors.py"], timeout=110, NUMBA_CACHE_DIR=str(tmp_path),
         UNISONO_TEST_WORLD="",
-    )  # fmt: skip
-    assert done.status == 0, done
+    ).checked()  # fmt: skip
     files = [file.name for file in tmp_path.rglob("*.o")]
     for kind in ("one_shot", "direct", "pipelined", "one_shot_copy", "shared"):
         assert any(name.startswith(f"reduce_kernels.{kind}") for name in files), (kind, files)

@@ -59,52 +59,46 @@ def one_ps(comm, **options):
     return Cluster(ClusterSpec.from_ranks(comm, ps=min(1, comm.size - 1)), comm, **options)
 
 
-def test_every_rank_is_a_task(world):
-    def check(comm):
-        with one_ps(comm) as cluster:
-            jobs = ["ps", *["worker"] * (comm.size - 1)] if comm.size > 1 else ["worker"]
-            indices = [0, *range(comm.size - 1)] if comm.size > 1 else [0]
-            assert (cluster.job, cluster.task_index) == (jobs[comm.rank], indices[comm.rank])
-            for rank, task in enumerate(zip(jobs, indices, strict=True)):
-                assert cluster.rank_of(*task) == rank
-                assert cluster.task_of(rank) == task
-                assert cluster.device_of(rank) == "/job:{}/task:{}".format(*task)
-            assert cluster.ranks_of("ps") == [0][: comm.size - 1]
-            assert cluster.ranks_of("chief") == []
-            workers = [rank for rank in range(comm.size) if jobs[rank] == "worker"]
-            assert cluster.training_ranks == workers
-            assert cluster.is_chief == (comm.rank == workers[0])
-            if comm.rank in workers:
-                assert cluster.workers.rank == cluster.task_index
-                assert cluster.workers.allreduce(1, op=cc.SUM) == len(workers)
-            else:
-                assert cluster.workers is None
-            with pytest.raises(ValueError, match="no such job"):
-                cluster.rank_of("moon", 0)
-            with pytest.raises(ValueError, match="no such rank"):
-                cluster.device_of(comm.size)
-        cluster.close()
-
-    world.run(check)
+def test_every_rank_is_a_task(comm):
+    with one_ps(comm) as cluster:
+        jobs = ["ps", *["worker"] * (comm.size - 1)] if comm.size > 1 else ["worker"]
+        indices = [0, *range(comm.size - 1)] if comm.size > 1 else [0]
+        assert (cluster.job, cluster.task_index) == (jobs[comm.rank], indices[comm.rank])
+        for rank, task in enumerate(zip(jobs, indices, strict=True)):
+            assert cluster.rank_of(*task) == rank
+            assert cluster.task_of(rank) == task
+            assert cluster.device_of(rank) == "/job:{}/task:{}".format(*task)
+        assert cluster.ranks_of("ps") == [0][: comm.size - 1]
+        assert cluster.ranks_of("chief") == []
+        workers = [rank for rank in range(comm.size) if jobs[rank] == "worker"]
+        assert cluster.training_ranks == workers
+        assert cluster.is_chief == (comm.rank == workers[0])
+        if comm.rank in workers:
+            assert cluster.workers.rank == cluster.task_index
+            assert cluster.workers.allreduce(1, op=cc.SUM) == len(workers)
+        else:
+            assert cluster.workers is None
+        with pytest.raises(ValueError, match="no such job"):
+            cluster.rank_of("moon", 0)
+        with pytest.raises(ValueError, match="no such rank"):
+            cluster.device_of(comm.size)
+    cluster.close()
 
 
-def test_ranks_may_say_which_task_they_are(world):
-    def check(comm):
-        last = comm.size - 1
-        addresses = [f"host{i}:1" for i in range(last)]
-        spec = {"chief": ["host:1"], **({"worker": addresses} if addresses else {})}
-        task = {"type": "chief", "index": 0}
-        if comm.rank < last:
-            task = {"type": "worker", "index": last - 1 - comm.rank}
-        environ = {"TF_CONFIG": json.dumps({"cluster": spec, "task": task})}
-        with Cluster(TFConfigClusterResolver(environ=environ), comm) as cluster:
-            assert (cluster.job, cluster.task_index) == (task["type"], task["index"])
-            assert cluster.rank_of("chief", 0) == last
-            assert cluster.training_ranks == list(range(last, -1, -1))
-            assert cluster.workers.rank == last - comm.rank
-            assert cluster.is_chief == (comm.rank == last)
-
-    world.run(check)
+def test_ranks_may_say_which_task_they_are(comm):
+    last = comm.size - 1
+    addresses = [f"host{i}:1" for i in range(last)]
+    spec = {"chief": ["host:1"], **({"worker": addresses} if addresses else {})}
+    task = {"type": "chief", "index": 0}
+    if comm.rank < last:
+        task = {"type": "worker", "index": last - 1 - comm.rank}
+    environ = {"TF_CONFIG": json.dumps({"cluster": spec, "task": task})}
+    with Cluster(TFConfigClusterResolver(environ=environ), comm) as cluster:
+        assert (cluster.job, cluster.task_index) == (task["type"], task["index"])
+        assert cluster.rank_of("chief", 0) == last
+        assert cluster.training_ranks == list(range(last, -1, -1))
+        assert cluster.workers.rank == last - comm.rank
+        assert cluster.is_chief == (comm.rank == last)
 
 
 def test_the_environment_divides_the_ranks(world, monkeypatch):
@@ -119,63 +113,58 @@ def test_the_environment_divides_the_ranks(world, monkeypatch):
     world.run(check)
 
 
-def test_what_is_wrong_on_one_rank_is_an_error_on_all(world):
-    def check(comm):
-        last = comm.rank == comm.size - 1
-        good = ClusterSpec.from_ranks(comm)
-        for bad, kind, message in (
-            ({"moon": ["m:1"]}, ValueError, "without a role"),
-            (3, TypeError, "expected a dict of jobs"),
-            (ClusterSpec.from_ranks(comm.size + 1), ValueError, "expected a rank for each"),
-            (SimpleClusterResolver(good, task_type="worker"), ValueError, "which task this is"),
-            (SimpleClusterResolver(good, task_type="worker", task_id=99), ValueError, "no such"),
-        ):
-            with pytest.raises(kind, match=message):
-                Cluster(bad if last else good, comm)
-        for options in ({"cpus": 0}, {"gpus": -1}):
-            with pytest.raises(ValueError, match="Cluster: bad"):
-                Cluster(good, comm, **(options if last else {}))
-        if comm.size > 1:
-            with pytest.raises(cc.MismatchError, match="ranks differ"):
-                Cluster(ClusterSpec.from_ranks(comm, ps=int(last)), comm)
-            same = SimpleClusterResolver(good, task_type="worker", task_id=0)
-            for resolver in (same, same if last else good):
-                with pytest.raises(ValueError, match="expected a rank for each task of"):
-                    Cluster(resolver, comm)
-        with Cluster(good, comm) as cluster:
-            assert cluster.workers.size == comm.size
+def test_what_is_wrong_on_one_rank_is_an_error_on_all(comm):
+    last = comm.rank == comm.size - 1
+    good = ClusterSpec.from_ranks(comm)
+    for bad, kind, message in (
+        ({"moon": ["m:1"]}, ValueError, "without a role"),
+        (3, TypeError, "expected a dict of jobs"),
+        (ClusterSpec.from_ranks(comm.size + 1), ValueError, "expected a rank for each"),
+        (
+            SimpleClusterResolver(good, task_type="worker"),
+            ValueError,
+            "the task of this process is unknown",
+        ),
+        (SimpleClusterResolver(good, task_type="worker", task_id=99), ValueError, "no such"),
+    ):
+        with pytest.raises(kind, match=message):
+            Cluster(bad if last else good, comm)
+    for options in ({"cpus": 0}, {"gpus": -1}):
+        with pytest.raises(ValueError, match="Cluster: bad"):
+            Cluster(good, comm, **(options if last else {}))
+    if comm.size > 1:
+        with pytest.raises(cc.MismatchError, match="ranks differ"):
+            Cluster(ClusterSpec.from_ranks(comm, ps=int(last)), comm)
+        same = SimpleClusterResolver(good, task_type="worker", task_id=0)
+        for resolver in (same, same if last else good):
+            with pytest.raises(ValueError, match="expected a rank for each task of"):
+                Cluster(resolver, comm)
+    with Cluster(good, comm) as cluster:
+        assert cluster.workers.size == comm.size
 
-    world.run(check)
 
-
-def test_devices_of_all_tasks_are_known_everywhere(world):
-    def check(comm):
-        with one_ps(comm, cpus=comm.rank + 1, gpus=comm.rank % 2) as cluster:
-            expected = [
-                f"{cluster.device_of(rank)}/device:{kind}:{i}".replace("/task", "/replica:0/task")
-                for rank in range(comm.size)
-                for kind, count in (("CPU", rank + 1), ("GPU", rank % 2))
-                for i in range(count)
-            ]
-            assert cluster.devices() == expected
-            thing = PlacementRequest("f", "Function", device_types=("GPU", "CPU"))
-            for rank in range(comm.size):
-                with device(cluster.device_of(rank)):
-                    place = cluster.place(thing)
-                    assert place.device_type == ("GPU" if rank % 2 else "CPU")
-                    assert cluster.locate(thing) == rank
-
-    world.run(check)
+def test_devices_of_all_tasks_are_known_everywhere(comm):
+    with one_ps(comm, cpus=comm.rank + 1, gpus=comm.rank % 2) as cluster:
+        expected = [
+            f"{cluster.device_of(rank)}/device:{kind}:{i}".replace("/task", "/replica:0/task")
+            for rank in range(comm.size)
+            for kind, count in (("CPU", rank + 1), ("GPU", rank % 2))
+            for i in range(count)
+        ]
+        assert cluster.devices() == expected
+        thing = PlacementRequest("f", "Function", device_types=("GPU", "CPU"))
+        for rank in range(comm.size):
+            with device(cluster.device_of(rank)):
+                place = cluster.place(thing)
+                assert place.device_type == ("GPU" if rank % 2 else "CPU")
+                assert cluster.locate(thing) == rank
 
 
 def test_queues_go_where_blocks_say(world, caplog):
     caplog.set_level(logging.INFO)
 
     def check(comm):
-        with (
-            one_ps(comm, log_device_placement=True) as cluster,
-            Server(cluster) as server,
-        ):
+        with one_ps(comm, log_device_placement=True) as cluster, Server(cluster) as server:
             service = server.service
             first = cluster.ranks_of("worker")[0]
             last = cluster.rank_of("worker", comm.size - 2 if comm.size > 1 else 0)
@@ -271,19 +260,16 @@ def test_variables_and_accumulators_are_spread_over_the_ps_tasks(world):
     world.run(check)
 
 
-def test_functions_run_where_blocks_say(world):
-    def check(comm):
-        last = comm.size - 1
-        with one_ps(comm, gpus=1) as cluster, Server(cluster) as server:
-            with device(f"{cluster.device_of(last)}/gpu:0"):
-                task = Task(server.service, None)
-            assert task.number == last
-            assert task.run("math:hypot", 3, 4) == 5
-            assert Task(server.service, "/job:worker").number == cluster.rank_of("worker", 0)
-            with pytest.raises(InvalidArgumentError, match="Function 'function'"):
-                Task(server.service, "/gpu:1")
-
-    world.run(check)
+def test_functions_run_where_blocks_say(comm):
+    last = comm.size - 1
+    with one_ps(comm, gpus=1) as cluster, Server(cluster) as server:
+        with device(f"{cluster.device_of(last)}/gpu:0"):
+            task = Task(server.service, None)
+        assert task.number == last
+        assert task.run("math:hypot", 3, 4) == 5
+        assert Task(server.service, "/job:worker").number == cluster.rank_of("worker", 0)
+        with pytest.raises(InvalidArgumentError, match="Function 'function'"):
+            Task(server.service, "/gpu:1")
 
 
 @pytest.mark.parametrize("where", ["here", "there"])
@@ -309,59 +295,49 @@ def test_functions_run_with_their_device_selected(world, monkeypatch, where):
     world.run(check)
 
 
-def test_functions_on_a_cpu_device_of_jax(world):
+def test_functions_on_a_cpu_device_of_jax(comm):
     jax = installed("jax")
+    with Cluster(ClusterSpec.from_ranks(comm.size), comm, cpus=3) as cluster:
+        with Server(cluster) as server:
+            task = Task(server.service, f"{cluster.device_of(comm.size - 1)}/cpu:2")
+            assert task.run(default_jax_device) == 2
+        assert jax.numpy.zeros(1).devices() == {jax.local_devices()[0]}
 
-    def check(comm):
-        with Cluster(ClusterSpec.from_ranks(comm.size), comm, cpus=3) as cluster:
+
+def test_without_a_cluster_all_tasks_are_workers(comm):
+    last = comm.size - 1
+    with Service(comm) as service:
+        assert service.task_of(None, "Variable", "f") == 0
+        with device(f"/job:worker/task:{last}/cpu:0"):
+            assert service.task_of(None, "Variable", "f") == last
+            queue = shared_queue(FIFOQueue, 9, np.int64, [()], service=service, shared_name="q")
+        queue.enqueue(1)
+        comm.barrier()
+        assert holds(service, "", "q") == (comm.rank == last)
+        for wrong in (comm.rank, comm.size, -1):
+            with pytest.raises(ValueError, match="expected other tasks than"):
+                service.departures([wrong])
+
+
+def test_a_ps_serves_until_the_workers_are_done(comm):
+    with one_ps(comm) as cluster:
+        if comm.size == 1:
             with Server(cluster) as server:
-                task = Task(server.service, f"{cluster.device_of(comm.size - 1)}/cpu:2")
-                assert task.run(default_jax_device) == 2
-            assert jax.numpy.zeros(1).devices() == {jax.local_devices()[0]}
-
-    world.run(check)
-
-
-def test_without_a_cluster_all_tasks_are_workers(world):
-    def check(comm):
-        last = comm.size - 1
-        with Service(comm) as service:
-            assert service.task_of(None, "Variable", "f") == 0
-            with device(f"/job:worker/task:{last}/cpu:0"):
-                assert service.task_of(None, "Variable", "f") == last
-                queue = shared_queue(FIFOQueue, 9, np.int64, [()], service=service, shared_name="q")
-            queue.enqueue(1)
-            comm.barrier()
-            assert holds(service, "", "q") == (comm.rank == last)
-            for wrong in (comm.rank, comm.size, -1):
-                with pytest.raises(ValueError, match="expected other tasks than"):
-                    service.departures([wrong])
-
-    world.run(check)
-
-
-def test_a_ps_serves_until_the_workers_are_done(world):
-    def check(comm):
-        with one_ps(comm) as cluster:
-            if comm.size == 1:
-                with Server(cluster) as server:
-                    server.join(timeout=20)  # nobody to wait for
-                return
-            with Server(cluster) as server:
-                go = shared_queue(
-                    FIFOQueue, comm.size, np.int64, [()],
-                    service=server.service, shared_name="go", task="/job:ps",
-                )  # fmt: skip
-                if cluster.job == "ps":
-                    with pytest.raises(DeadlineExceededError, match="tasks are still there"):
-                        server.join(timeout=0.01)
-                    go.enqueue_many((np.arange(comm.size - 1),))
-                    server.join(timeout=20)
-                    assert go.size() == 0
-                else:
-                    go.dequeue(timeout=20)
-            server.close()
-        with pytest.raises(ValueError, match="Server: timeout must be seconds > 0"):
-            Server(cluster, timeout=-1 if comm.rank == 0 else 60)
-
-    world.run(check)
+                server.join(timeout=20)  # nobody to wait for
+            return
+        with Server(cluster) as server:
+            go = shared_queue(
+                FIFOQueue, comm.size, np.int64, [()],
+                service=server.service, shared_name="go", task="/job:ps",
+            )  # fmt: skip
+            if cluster.job == "ps":
+                with pytest.raises(DeadlineExceededError, match="tasks are still there"):
+                    server.join(timeout=0.01)
+                go.enqueue_many((np.arange(comm.size - 1),))
+                server.join(timeout=20)
+                assert go.size() == 0
+            else:
+                go.dequeue(timeout=20)
+        server.close()
+    with pytest.raises(ValueError, match="Server: timeout must be seconds > 0"):
+        Server(cluster, timeout=-1 if comm.rank == 0 else 60)

@@ -137,89 +137,80 @@ def test_training_on_devices_equals_one_process_on_the_whole_batch(world, kind, 
     world.run(check)
 
 
-def test_variables_are_written_and_read_in_every_way(world, library):
-    def check(comm):
-        strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=library.devices)
-        total = comm.size * len(library.devices)
-        numbers = np.arange(1, total + 1)
-        for synchronization in ("on_write", "on_read"):
-            for aggregation in ("sum", "mean", "only_first_replica"):
-                start = library.make(np.ones(2, np.float32))
-                v = strategy.variable(
-                    start, synchronization=synchronization, aggregation=aggregation
-                )
-                strategy.run(lambda v=v: v.assign_add(np.full(2, number(), np.float32)))
-                own = numbers if synchronization == "on_write" else numbers + 1
-                wanted = {"sum": own.sum(), "mean": own.mean(), "only_first_replica": own[0]}
-                expected = wanted[aggregation] + (synchronization == "on_write")
-                value = v.value
-                assert isinstance(value, library.type_of)
-                np.testing.assert_allclose(library.host(value), expected, rtol=1e-6)
-                for i, component in enumerate(v.components):
-                    if len(v.components) == len(library.devices):
-                        assert library.device_of(component) == library.on(library.devices[i])
-        v.assign(library.make(np.zeros(2, np.float32)))
-        v.assign_sub(np.full(2, 3.0))
-        np.testing.assert_array_equal(library.host(v.value), -3)
-        with pytest.raises(ValueError, match=r"wrong shape, expected \(2,\), got \(3,\)"):
-            v.assign(library.make(np.zeros(3, np.float32)))
-        with pytest.raises(TypeError, match="wrong dtype, expected float32, got complex"):
-            v.assign(np.zeros(2, complex))
-
-    world.run(check)
+def test_variables_are_written_and_read_in_every_way(comm, library):
+    strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=library.devices)
+    total = comm.size * len(library.devices)
+    numbers = np.arange(1, total + 1)
+    for synchronization in ("on_write", "on_read"):
+        for aggregation in ("sum", "mean", "only_first_replica"):
+            start = library.make(np.ones(2, np.float32))
+            v = strategy.variable(start, synchronization=synchronization, aggregation=aggregation)
+            strategy.run(lambda v=v: v.assign_add(np.full(2, number(), np.float32)))
+            own = numbers if synchronization == "on_write" else numbers + 1
+            wanted = {"sum": own.sum(), "mean": own.mean(), "only_first_replica": own[0]}
+            expected = wanted[aggregation] + (synchronization == "on_write")
+            value = v.value
+            assert isinstance(value, library.type_of)
+            np.testing.assert_allclose(library.host(value), expected, rtol=1e-6)
+            for i, component in enumerate(v.components):
+                if synchronization == "on_read" and total > 1:
+                    assert not np.shares_memory(library.host(value), library.host(component))
+                if len(v.components) == len(library.devices):
+                    assert library.device_of(component) == library.on(library.devices[i])
+    v.assign(library.make(np.zeros(2, np.float32)))
+    v.assign_sub(np.full(2, 3.0))
+    np.testing.assert_array_equal(library.host(v.value), -3)
+    with pytest.raises(ValueError, match=r"wrong shape, expected \(2,\), got \(3,\)"):
+        v.assign(library.make(np.zeros(3, np.float32)))
+    with pytest.raises(TypeError, match="wrong dtype, expected float32, got complex"):
+        v.assign(np.zeros(2, complex))
 
 
 def number():
     return strategies.get_replica_context().replica_id_in_sync_group + 1
 
 
-def test_replicas_exchange_arrays_on_their_devices(world, library):
-    def check(comm):
-        strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=library.devices)
-        total = comm.size * len(library.devices)
+def test_replicas_exchange_arrays_on_their_devices(comm, library):
+    strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=library.devices)
+    total = comm.size * len(library.devices)
 
-        def step(value):
-            context = strategies.get_replica_context()
-            summed = context.all_reduce("sum", value * number())
-            rows = context.all_gather(value[:1] * number())
-            return summed, rows, value * number(), context.device
+    def step(value):
+        context = strategies.get_replica_context()
+        summed = context.all_reduce("sum", value * number())
+        rows = context.all_gather(value[:1] * number())
+        return summed, rows, value * number(), context.device
 
-        ones = strategy.distribute_dataset([library.make(np.ones((2 * total, 3), np.float32))])
-        (result,) = (strategy.run(step, args=(batch,)) for batch in ones)
-        for summed, rows, _, device in strategy.local_results(result):
-            for array in (summed, rows):
-                assert isinstance(array, library.type_of)
-                assert library.device_of(array) == library.on(device)
-            np.testing.assert_array_equal(library.host(summed), total * (total + 1) / 2)
-            np.testing.assert_array_equal(library.host(rows)[:, 0], np.arange(1, total + 1))
-        own = result[2]
-        joined = strategy.gather(own, 0)
-        assert isinstance(joined, library.type_of)
-        expected = np.repeat(np.arange(1, total + 1), 2)
-        np.testing.assert_array_equal(library.host(joined)[:, 0], expected)
-        mean = strategy.reduce("mean", own, axis=0)
-        np.testing.assert_allclose(library.host(mean), (total + 1) / 2, rtol=1e-6)
-
-    world.run(check)
+    ones = strategy.distribute_dataset([library.make(np.ones((2 * total, 3), np.float32))])
+    (result,) = (strategy.run(step, args=(batch,)) for batch in ones)
+    for summed, rows, _, device in strategy.local_results(result):
+        for array in (summed, rows):
+            assert isinstance(array, library.type_of)
+            assert library.device_of(array) == library.on(device)
+        np.testing.assert_array_equal(library.host(summed), total * (total + 1) / 2)
+        np.testing.assert_array_equal(library.host(rows)[:, 0], np.arange(1, total + 1))
+    own = result[2]
+    joined = strategy.gather(own, 0)
+    assert isinstance(joined, library.type_of)
+    expected = np.repeat(np.arange(1, total + 1), 2)
+    np.testing.assert_array_equal(library.host(joined)[:, 0], expected)
+    mean = strategy.reduce("mean", own, axis=0)
+    np.testing.assert_allclose(library.host(mean), (total + 1) / 2, rtol=1e-6)
 
 
-def test_one_device_and_one_that_is_not_there(world, library):
-    def check(comm):
-        device = library.devices[-1]
-        strategy = strategies.OneDeviceStrategy(device)
-        w = strategy.variable(library.make(np.ones(3, np.float32)))
-        strategies.SGD(0.5).apply_gradients([(w.value, w)])
-        assert library.device_of(w.value) == library.on(device)
-        np.testing.assert_array_equal(library.host(w.value), 0.5)
-        with pytest.raises(ValueError, match="no such device, expected .*got '/tpu:0'"):
-            strategies.MultiWorkerMirroredStrategy(comm, devices=["/tpu:0"])
-        soft = strategies.MultiWorkerMirroredStrategy(
-            comm, devices=["/tpu:0", "/cpu:0"], soft_placement=True
-        )
-        assert soft.devices == ("/cpu:1", "/cpu:0")
-        assert comm.allreduce(1, op=cc.SUM) == comm.size
-
-    world.run(check)
+def test_one_device_and_one_that_is_not_there(comm, library):
+    device = library.devices[-1]
+    strategy = strategies.OneDeviceStrategy(device)
+    w = strategy.variable(library.make(np.ones(3, np.float32)))
+    strategies.SGD(0.5).apply_gradients([(w.value, w)])
+    assert library.device_of(w.value) == library.on(device)
+    np.testing.assert_array_equal(library.host(w.value), 0.5)
+    with pytest.raises(ValueError, match="no such device, expected .*got '/tpu:0'"):
+        strategies.MultiWorkerMirroredStrategy(comm, devices=["/tpu:0"])
+    soft = strategies.MultiWorkerMirroredStrategy(
+        comm, devices=["/tpu:0", "/cpu:0"], soft_placement=True
+    )
+    assert soft.devices == ("/cpu:1", "/cpu:0")
+    assert comm.allreduce(1, op=cc.SUM) == comm.size
 
 
 def stepped(strategy, optimizer, batches, w, seen):
@@ -248,9 +239,8 @@ def check_seen(library, seen, w, expected):
     np.testing.assert_allclose(library.host(w.value), expected, rtol=1e-4, atol=1e-5)
 
 
+@pytest.mark.several
 def test_parameter_servers_train_on_devices(world, library):
-    if world.size == 1:
-        return  # there is no ps: `served.alone`
     start = np.ones((6, 2), np.float32)
     alone, _ = train(strategies.DefaultStrategy(), make_batches(SIZES, np.array), start)
 
@@ -296,10 +286,7 @@ def test_spare_replicas_train_on_devices(world, library):
     world.run(check)
 
 
-def test_no_such_device_for_steps_made_elsewhere(world, library):
-    def check(comm):
-        with pytest.raises(ValueError, match="no such device, expected .*got '/tpu:0'"):
-            strategies.spare_replica.SpareReplicaStrategy(comm=comm, device="/tpu:0")
-        assert comm.allreduce(1, op=cc.SUM) == comm.size
-
-    world.run(check)
+def test_no_such_device_for_steps_made_elsewhere(comm, library):
+    with pytest.raises(ValueError, match="no such device, expected .*got '/tpu:0'"):
+        strategies.spare_replica.SpareReplicaStrategy(comm=comm, device="/tpu:0")
+    assert comm.allreduce(1, op=cc.SUM) == comm.size

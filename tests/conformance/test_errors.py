@@ -60,45 +60,33 @@ MISMATCHES = {
 
 
 @pytest.mark.parametrize("call", MISMATCHES.values(), ids=MISMATCHES.keys())
-def test_ranks_that_disagree_all_get_the_same_error_and_can_go_on(world, call):
-    def check(comm):
-        error = raised(lambda: call(comm))
-        if comm.size == 1:
-            assert error is None
-            return
-        assert isinstance(error, cc.MismatchError)
-        texts = comm.allgather_object(str(error))
-        assert set(texts) == {str(error)}
-        assert "rank 1" in texts[0]
-        assert comm.allreduce(1, op=cc.SUM) == comm.size
-
-    world.run(check)
+def test_ranks_that_disagree_all_get_the_same_error_and_can_go_on(comm, call):
+    error = raised(lambda: call(comm))
+    if comm.size == 1:
+        assert error is None
+        return
+    assert isinstance(error, cc.MismatchError)
+    texts = comm.allgather_object(str(error))
+    assert set(texts) == {str(error)}
+    assert "rank 1" in texts[0]
+    assert comm.allreduce(1, op=cc.SUM) == comm.size
 
 
-def test_a_mismatch_names_the_field_its_values_and_the_ranks(world):
-    def check(comm):
-        error = raised(MISMATCHES["dtype kind"].__get__(comm))
-        if comm.size > 1:
-            assert "dtype is float32 on rank" in str(error)
-            assert "int32 on rank 1" in str(error)
-
-    world.run(check)
+def test_a_mismatch_names_the_field_its_values_and_the_ranks(comm):
+    error = raised(MISMATCHES["dtype kind"].__get__(comm))
+    if comm.size > 1:
+        assert "dtype is float32 on rank" in str(error)
+        assert "int32 on rank 1" in str(error)
 
 
 # Two calls in two lines: what ranks but rank 1 make, and what rank 1 makes.
 APART = {
-    "calls": lambda c: (
-        lambda: c.allreduce(np.zeros(4)),
-        lambda: c.broadcast(np.zeros(4)),
-    ),
+    "calls": lambda c: (lambda: c.allreduce(np.zeros(4)), lambda: c.broadcast(np.zeros(4))),
     "repeated calls": lambda c: (
         [call := lambda: c.allreduce(np.zeros(4)), call()][0],
         lambda: c.broadcast(np.zeros(4)),
     ),
-    "a plan": lambda c: (
-        c.plan_allreduce(np.zeros(4)),
-        lambda: c.broadcast(np.zeros(4)),
-    ),
+    "a plan": lambda c: (c.plan_allreduce(np.zeros(4)), lambda: c.broadcast(np.zeros(4))),
     "requests": lambda c: (
         lambda: c.allreduce_async(np.zeros(4)).wait(),
         lambda: c.broadcast_async(np.zeros(4)).wait(),
@@ -107,77 +95,62 @@ APART = {
 
 
 @pytest.mark.parametrize("calls", APART.values(), ids=APART.keys())
-def test_a_mismatch_says_where_each_rank_stands(world, calls):
-    def check(comm):
-        usual, other = calls(comm)
-        if comm.size == 1:
-            return
-        text = str(raised(lambda: odd(comm, usual, other)()))  # a plan is called here
-        stands = r"((planned )?allreduce|broadcast) at test_errors.py:\d+ on ranks? [\d ]+"
-        assert re.fullmatch(rf".*: the ranks do not mean the same call: {stands}, {stands}", text)
-        assert re.search(r"broadcast at test_errors.py:\d+ on rank 1(,|$)", text)
-        assert comm.allreduce(1, op=cc.SUM) == comm.size
-
-    world.run(check)
+def test_a_mismatch_says_where_each_rank_stands(comm, calls):
+    usual, other = calls(comm)
+    if comm.size == 1:
+        return
+    text = str(raised(lambda: odd(comm, usual, other)()))  # a plan is called here
+    stands = r"((planned )?allreduce|broadcast) at test_errors.py:\d+ on ranks? [\d ]+"
+    assert re.fullmatch(rf".*: calls differ between ranks: {stands}, {stands}", text)
+    assert re.search(r"broadcast at test_errors.py:\d+ on rank 1(,|$)", text)
+    assert comm.allreduce(1, op=cc.SUM) == comm.size
 
 
-def test_a_mismatch_of_buckets_says_where_each_rank_stands(world):
-    def check(comm):
-        with comm.plan_buckets([((2,), "float32")] * 2) as buckets:
-            for index in range(2):
-                if comm.rank != 1 or index == 0:
-                    buckets.ready(index, np.ones(2, np.float32))
-            text = str(raised(buckets.wait))
-        if comm.rank == 1:
-            assert "1 of 2 arrays are not ready" in text
-        elif comm.size > 1:
-            where = r"(allreduce|buckets) at test_errors.py:\d+ on rank"
-            assert len(re.findall(where, text)) == 2, text
-
-    world.run(check)
+def test_a_mismatch_of_buckets_says_where_each_rank_stands(comm):
+    with comm.plan_buckets([((2,), "float32")] * 2) as buckets:
+        for index in range(2):
+            if comm.rank != 1 or index == 0:
+                buckets.ready(index, np.ones(2, np.float32))
+        text = str(raised(buckets.wait))
+    if comm.rank == 1:
+        assert "1 of 2 arrays are not ready" in text
+    elif comm.size > 1:
+        where = r"(allreduce|buckets) at test_errors.py:\d+ on rank"
+        assert len(re.findall(where, text)) == 2, text
 
 
-def test_a_mismatch_in_one_line_names_it_once(world):
-    def check(comm):
-        text = str(raised(MISMATCHES["dtype kind"].__get__(comm)))
-        if comm.size > 1:
-            assert re.search(r"; allreduce at test_errors.py:\d+ on all ranks$", text)
-
-    world.run(check)
+def test_a_mismatch_in_one_line_names_it_once(comm):
+    text = str(raised(MISMATCHES["dtype kind"].__get__(comm)))
+    if comm.size > 1:
+        assert re.search(r"; allreduce at test_errors.py:\d+ on all ranks$", text)
 
 
-def test_an_error_of_a_group_names_its_ranks_in_the_world_too(world):
-    def check(comm):
-        if comm.size < 3:
-            return
-        ranks = list(range(comm.size - 1, 0, -1))  # backwards, without rank 0
-        last, other = f"rank 0 (world rank {ranks[0]})", f"rank 1 (world rank {ranks[1]})"
-        group = comm.group(ranks)
-        if group is not None:
-            inner = group.split(0)  # the same ranks again
-            for one in (group, inner):
-                text = str(raised(lambda one=one: one.allreduce(np.zeros(odd(one, 4, 6)))))
-                assert f"(6,) on {other}" in text
-                usual = [0, *range(2, one.size)]
-                assert f"(4,) on {describe_ranks(usual, ranks)}" in text
-            again = group.split(0 if group.rank < 2 else None)
-            if again is not None and again.rank == 0:
-                error = raised(lambda: again.barrier(timeout=0.2))
-                assert isinstance(error, cc.CollectiveTimeout)
-                assert f"still waiting for {other}" in str(error)
-                assert str(error).endswith(f"({last} of 2)")
-        comm.barrier()
-
-    world.run(check)
+def test_an_error_of_a_group_names_its_ranks_in_the_world_too(comm):
+    if comm.size < 3:
+        return
+    ranks = list(range(comm.size - 1, 0, -1))  # backwards, without rank 0
+    last, other = f"rank 0 (world rank {ranks[0]})", f"rank 1 (world rank {ranks[1]})"
+    group = comm.group(ranks)
+    if group is not None:
+        inner = group.split(0)  # the same ranks again
+        for one in (group, inner):
+            text = str(raised(lambda one=one: one.allreduce(np.zeros(odd(one, 4, 6)))))
+            assert f"(6,) on {other}" in text
+            usual = [0, *range(2, one.size)]
+            assert f"(4,) on {describe_ranks(usual, ranks)}" in text
+        again = group.split(0 if group.rank < 2 else None)
+        if again is not None and again.rank == 0:
+            error = raised(lambda: again.barrier(timeout=0.2))
+            assert isinstance(error, cc.CollectiveTimeout)
+            assert f"still waiting for {other}" in str(error)
+            assert str(error).endswith(f"({last} of 2)")
+    comm.barrier()
 
 
-def test_a_duplicate_of_the_world_names_ranks_as_the_world_does(world):
-    def check(comm):
-        twin = comm.split(0, comm.rank)
-        if comm.size > 1:
-            assert "world rank" not in str(raised(lambda: MISMATCHES["shape"](twin)))
-
-    world.run(check)
+def test_a_duplicate_of_the_world_names_ranks_as_the_world_does(comm):
+    twin = comm.split(0, comm.rank)
+    if comm.size > 1:
+        assert "world rank" not in str(raised(lambda: MISMATCHES["shape"](twin)))
 
 
 REFUSALS = {
@@ -197,17 +170,14 @@ REFUSALS = {
 
 
 @pytest.mark.parametrize(("kind", "call"), REFUSALS.values(), ids=REFUSALS.keys())
-def test_wrong_use_on_one_rank_is_an_error_on_all(world, kind, call):
-    def check(comm):
-        error = raised(lambda: call(comm))
-        if comm.rank == 1:
-            assert isinstance(error, kind)
-        elif comm.size > 1:
-            assert isinstance(error, cc.MismatchError)
-            assert f"rank 1: {kind.__name__}" in str(error)
-        assert comm.allreduce(1, op=cc.SUM) == comm.size
-
-    world.run(check)
+def test_wrong_use_on_one_rank_is_an_error_on_all(comm, kind, call):
+    error = raised(lambda: call(comm))
+    if comm.rank == 1:
+        assert isinstance(error, kind)
+    elif comm.size > 1:
+        assert isinstance(error, cc.MismatchError)
+        assert f"rank 1: {kind.__name__}" in str(error)
+    assert comm.allreduce(1, op=cc.SUM) == comm.size
 
 
 @pytest.mark.parametrize(
@@ -237,95 +207,76 @@ def test_wrong_use_on_one_rank_is_an_error_on_all(world, kind, call):
         (ValueError, "color is negative", lambda c: c.split(-1)),
     ],
 )  # fmt: skip
-def test_wrong_use_on_all_ranks_says_what_was_expected(world, kind, words, call):
-    def check(comm):
-        with pytest.raises(kind, match=words):
-            call(comm)
-        assert comm.allreduce(1, op=cc.SUM) == comm.size
-
-    world.run(check)
+def test_wrong_use_on_all_ranks_says_what_was_expected(comm, kind, words, call):
+    with pytest.raises(kind, match=words):
+        call(comm)
+    assert comm.allreduce(1, op=cc.SUM) == comm.size
 
 
 @pytest.mark.parametrize("count", [3, 5000])
-def test_a_broadcast_of_none_on_the_other_ranks_says_what_to_pass(world, count):
-    def check(comm):
-        x = np.arange(float(count)) if comm.rank == 0 else None
-        for call in (comm.broadcast, lambda x: comm.broadcast_async(x).wait()):
-            error = raised(lambda call=call: call(x))
-            if comm.size == 1:
-                assert error is None
-                continue
-            assert isinstance(error, cc.MismatchError if comm.rank == 0 else TypeError)
-            for words in ("x is None", "np.empty(shape, dtype)", "use broadcast_object"):
-                assert words in str(error)
-        same = np.empty(count) if comm.rank else x
-        np.testing.assert_array_equal(comm.broadcast(same), np.arange(float(count)))
-
-    world.run(check)
-
-
-def test_a_rank_that_does_not_come_is_named_and_ends_the_communicator(world):
-    def check(comm):
-        pair = comm.split(0 if comm.rank < 2 else None)
-        if comm.rank == 0 and comm.size > 1:
-            words = r"barrier: no answer within 0\.2 s, still waiting for rank 1 .*to (send|enter)"
-            with pytest.raises(cc.CollectiveTimeout, match=words):
-                pair.barrier(timeout=0.2)
-            with pytest.raises(cc.CollectiveError, match="since barrier failed: CollectiveTimeout"):
-                pair.barrier()
-        comm.barrier()
-
-    world.run(check)
-
-
-def test_a_long_wait_is_reported_in_the_log(world, caplog):
-    def check(comm):
-        pair = comm.split(0 if comm.rank < 2 else None)
-        if comm.rank == 0 and comm.size > 1:
-            group_of(pair).settings = Settings(stall_warning=0.1)
-            with pytest.raises(cc.CollectiveTimeout):
-                pair.barrier(timeout=0.3)
-            warnings = [r.getMessage() for r in caplog.records if "has waited" in r.getMessage()]
-            assert len(warnings) == 1
-            assert re.match(r"\[0/2\] barrier has waited \d+ s for rank 1 .*to ", warnings[0])
-        comm.barrier()
-
-    world.run(check)
-
-
-def test_out_of_a_broadcast_is_not_touched_where_ranks_disagree(world):
-    def check(comm):
+def test_a_broadcast_of_none_on_the_other_ranks_says_what_to_pass(comm, count):
+    x = np.arange(float(count)) if comm.rank == 0 else None
+    for call in (comm.broadcast, lambda x: comm.broadcast_async(x).wait()):
+        error = raised(lambda call=call: call(x))
         if comm.size == 1:
-            return
-        for count in (3, 5000):
-            out = np.full(count, 7.0)
-            with pytest.raises(cc.MismatchError, match="root"):
-                comm.broadcast(np.zeros(count), odd(comm, 0, 1), out=out)
-            np.testing.assert_array_equal(out, 7.0)
-            x = np.full(count, float(comm.rank))
-            x.flags.writeable = False
-            assert comm.broadcast(x, 1, out=out) is out
-            np.testing.assert_array_equal(out, 1.0)
+            assert error is None
+            continue
+        assert isinstance(error, cc.MismatchError if comm.rank == 0 else TypeError)
+        for words in ("x is None", "np.empty(shape, dtype)", "use broadcast_object"):
+            assert words in str(error)
+    same = np.empty(count) if comm.rank else x
+    np.testing.assert_array_equal(comm.broadcast(same), np.arange(float(count)))
 
-    world.run(check)
+
+def test_a_rank_that_does_not_come_is_named_and_ends_the_communicator(comm):
+    pair = comm.split(0 if comm.rank < 2 else None)
+    if comm.rank == 0 and comm.size > 1:
+        words = r"barrier: no answer within 0\.2 s, still waiting for rank 1 .*to (send|enter)"
+        with pytest.raises(cc.CollectiveTimeout, match=words):
+            pair.barrier(timeout=0.2)
+        with pytest.raises(cc.CollectiveError, match="since barrier failed: CollectiveTimeout"):
+            pair.barrier()
+    comm.barrier()
+
+
+def test_a_long_wait_is_reported_in_the_log(comm, caplog):
+    pair = comm.split(0 if comm.rank < 2 else None)
+    if comm.rank == 0 and comm.size > 1:
+        group_of(pair).settings = Settings(stall_warning=0.1)
+        with pytest.raises(cc.CollectiveTimeout):
+            pair.barrier(timeout=0.3)
+        warnings = [r.getMessage() for r in caplog.records if "has waited" in r.getMessage()]
+        assert len(warnings) == 1
+        assert re.match(r"\[0/2\] barrier has waited \d+ s for rank 1 .*to ", warnings[0])
+    comm.barrier()
+
+
+@pytest.mark.several
+def test_out_of_a_broadcast_is_not_touched_where_ranks_disagree(comm):
+    for count in (3, 5000):
+        out = np.full(count, 7.0)
+        with pytest.raises(cc.MismatchError, match="root"):
+            comm.broadcast(np.zeros(count), odd(comm, 0, 1), out=out)
+        np.testing.assert_array_equal(out, 7.0)
+        x = np.full(count, float(comm.rank))
+        x.flags.writeable = False
+        assert comm.broadcast(x, 1, out=out) is out
+        np.testing.assert_array_equal(out, 1.0)
 
 
 @pytest.mark.parametrize("count", [3, 100_000])
-def test_what_numpy_is_told_to_raise_stays_a_result(world, count):
+def test_what_numpy_is_told_to_raise_stays_a_result(comm, count):
     # Else the one rank that meets it would leave the others waiting.
-    def check(comm):
-        tiny = np.full(count, 1e-40 if comm.rank == 0 else 1.0, np.float32)
-        odd_one = np.full(count, complex(np.inf, np.nan) if comm.rank == 0 else 1j)
-        large = np.full(count, 60_000, np.float16)
-        rows = np.full((count, 1), 60_000, np.float16)
-        with np.errstate(all="raise"):
-            comm.allreduce(tiny)
-            comm.allreduce(odd_one)
-            reduced = comm.reduce(large, op=cc.SUM)
-            comm.reduce_scatter(large, op=cc.SUM)
-            _, added = comm.sparse_allreduce(np.zeros(count, int), rows, op=cc.SUM)
-        if comm.rank == 0:
-            assert np.isinf(reduced).all() == (comm.size > 1)
-        assert np.isinf(added).all()
-
-    world.run(check)
+    tiny = np.full(count, 1e-40 if comm.rank == 0 else 1.0, np.float32)
+    odd_one = np.full(count, complex(np.inf, np.nan) if comm.rank == 0 else 1j)
+    large = np.full(count, 60_000, np.float16)
+    rows = np.full((count, 1), 60_000, np.float16)
+    with np.errstate(all="raise"):
+        comm.allreduce(tiny)
+        comm.allreduce(odd_one)
+        reduced = comm.reduce(large, op=cc.SUM)
+        comm.reduce_scatter(large, op=cc.SUM)
+        _, added = comm.sparse_allreduce(np.zeros(count, int), rows, op=cc.SUM)
+    if comm.rank == 0:
+        assert np.isinf(reduced).all() == (comm.size > 1)
+    assert np.isinf(added).all()

@@ -7,8 +7,10 @@ import threading
 
 import numpy as np
 import pytest
+from calls import together
 
 import collectives as cc
+import strategies
 import strategies.horovod.numpy as hvd
 from strategies.horovod.handles import Handle
 
@@ -17,20 +19,17 @@ FLOATS, INTEGERS = ("float16", "float32", "float64"), ("int8", "uint8", "int32",
 
 @contextlib.contextmanager
 def session(comm, **options):
-    """The process set of all ranks of a communicator."""
+    """A context on a communicator."""
     made = hvd.HorovodContext(comm, **options)
     yield made
     made.close()
 
 
-def everyone(world, check):
-    """Call `check(comm, process_set)` on every rank."""
-
-    def run(comm):
-        with session(comm) as made:
-            check(comm, made.world)
-
-    world.run(run)
+@contextlib.contextmanager
+def everyone(comm):
+    """The process set of all ranks of a context on a communicator."""
+    with session(comm) as made:
+        yield made.world
 
 
 def values_of(rank, dtype, shape=(3, 2)):
@@ -38,8 +37,8 @@ def values_of(rank, dtype, shape=(3, 2)):
     return numbers.astype(dtype)
 
 
-def test_allreduce_of_all_dtypes_and_ops(world):
-    def check(comm, ranks):
+def test_allreduce_of_all_dtypes_and_ops(comm):
+    with everyone(comm) as ranks:
         for dtype in (*FLOATS, *INTEGERS):
             own = values_of(comm.rank, dtype)
             given = own.copy()
@@ -63,11 +62,9 @@ def test_allreduce_of_all_dtypes_and_ops(world):
                 np.testing.assert_array_equal(changed, result)
             np.testing.assert_array_equal(own, given)
 
-    everyone(world, check)
 
-
-def test_names_in_another_order_on_every_rank(world):
-    def check(comm, ranks):
+def test_names_in_another_order_on_every_rank(comm):
+    with everyone(comm) as ranks:
         for step in range(3):
             begin, end = (np.random.default_rng([k, step, comm.rank]) for k in (1, 2))
             handles = {}
@@ -83,11 +80,9 @@ def test_names_in_another_order_on_every_rank(world):
                 assert (result is x) == bool(i % 3)
                 np.testing.assert_allclose(result, 10 * i + (comm.size - 1) / 2, rtol=1e-6)
 
-    everyone(world, check)
 
-
-def test_different_operations_at_once_in_any_order(world):
-    def check(comm, ranks):
+def test_different_operations_at_once_in_any_order(comm):
+    with everyone(comm) as ranks:
         rank, size = comm.rank, comm.size
         own = np.arange(2 * size, dtype=np.int64) + 100 * rank
         starts = {
@@ -114,11 +109,9 @@ def test_different_operations_at_once_in_any_order(world):
                 results["to all"], np.concatenate([x[part] for x in every])
             )
 
-    everyone(world, check)
 
-
-def test_calls_without_a_name_belong_together_in_their_order(world):
-    def check(comm, ranks):
+def test_calls_without_a_name_belong_together_in_their_order(comm):
+    with everyone(comm) as ranks:
         for turn in range(40):  # more than have numbers of their own
             x = np.full(1 + turn % 3, turn + comm.rank, np.float64)
             handles = [hvd.allreduce_async(x + k, process_set=ranks) for k in range(3)]
@@ -126,13 +119,10 @@ def test_calls_without_a_name_belong_together_in_their_order(world):
                 result = hvd.synchronize(handles[k])
                 np.testing.assert_allclose(result, turn + k + (comm.size - 1) / 2)
 
-    everyone(world, check)
 
-
-def test_a_name_is_in_use_until_the_program_sees_the_call_completed(world):
+def test_a_name_is_in_use_until_the_program_sees_the_call_completed(comm):
     """Also if the handle was dropped, whether or not the call is already complete."""
-
-    def check(comm, ranks):
+    with everyone(comm) as ranks:
         x = np.ones(2)
 
         def start():
@@ -165,11 +155,9 @@ def test_a_name_is_in_use_until_the_program_sees_the_call_completed(world):
         hvd.join(process_set=ranks)  # waits for the dropped call
         assert hvd.synchronize(start()).tolist() == [1, 1]
 
-    everyone(world, check)
 
-
-def test_groups_are_one_call(world):
-    def check(comm, ranks):
+def test_groups_are_one_call(comm):
+    with everyone(comm) as ranks:
         xs = [np.full(n, comm.rank + n, np.float32) for n in (0, 1, 5)]
         summed = hvd.grouped_allreduce(xs, op=hvd.Sum, name="group", process_set=ranks)
         handle = hvd.grouped_allreduce_async(xs, op=hvd.Sum, process_set=ranks)
@@ -186,11 +174,9 @@ def test_groups_are_one_call(world):
             assert comm.allreduce(len(shares[i]), op=cc.SUM) == n
         assert hvd.grouped_allreduce([], process_set=ranks) == []
 
-    everyone(world, check)
 
-
-def test_factors_before_and_after(world):
-    def check(comm, ranks):
+def test_factors_before_and_after(comm):
+    with everyone(comm) as ranks:
         size = comm.size
         for dtype, before, after, wanted in (
             ("float32", 0.5, 3.0, 1.5 * 7 * size),
@@ -206,21 +192,17 @@ def test_factors_before_and_after(world):
             hvd.allreduce_(x, op=hvd.Sum, process_set=ranks, **both)
             np.testing.assert_array_equal(x, result)
 
-    everyone(world, check)
 
-
-def test_means_of_integers_fit_and_go_towards_zero(world):
-    def check(comm, ranks):
+def test_means_of_integers_fit_and_go_towards_zero(comm):
+    with everyone(comm) as ranks:
         assert hvd.allreduce(np.full(2, 120, np.int8), process_set=ranks).tolist() == [120, 120]
         down = np.array([-3 if comm.rank == 0 else 0], np.int32)
         assert hvd.allreduce(down, process_set=ranks).tolist() == [int(-3 / comm.size)]
         assert hvd.allreduce(np.full(1, 200, np.uint8), process_set=ranks).dtype == np.uint8
 
-    everyone(world, check)
 
-
-def test_alltoall_with_splits(world):
-    def check(comm, ranks):
+def test_alltoall_with_splits(comm):
+    with everyone(comm) as ranks:
         splits = [(comm.rank + k) % 3 for k in range(comm.size)]
         x = np.repeat(np.arange(comm.size), splits) + 10.0 * comm.rank
         rows, received = hvd.alltoall(x, splits=splits, process_set=ranks)
@@ -229,11 +211,9 @@ def test_alltoall_with_splits(world):
         sources = np.repeat(np.arange(comm.size), wanted)
         np.testing.assert_array_equal(rows, comm.rank + 10.0 * sources)
 
-    everyone(world, check)
 
-
-def test_join_with_every_op(world):
-    def check(comm, ranks):
+def test_join_with_every_op(comm):
+    with everyone(comm) as ranks:
         rank, size = comm.rank, comm.size
         for turn in range(3):  # the second time the calls are known
             for step in range(rank + 1):
@@ -254,13 +234,46 @@ def test_join_with_every_op(world):
             assert hvd.join(process_set=ranks) == size - 1, turn
         assert hvd.allreduce(np.ones(1), process_set=ranks).tolist() == [1]
 
-    everyone(world, check)
+
+def test_join_takes_part_in_the_steps_of_the_optimizer(comm):
+    with everyone(comm) as ranks:
+        rank, size = comm.rank, comm.size
+        optimizer = hvd.DistributedOptimizer(strategies.SGD(1.0), process_set=ranks)
+        w, expected = np.zeros(2), 0.0
+        for _ in range(2):
+            for step in range(1 + rank):
+                optimizer.apply_gradients([(np.full(2, -1.0 - rank), w)])
+                hvd.allreduce(np.ones(1), name="loss", process_set=ranks)
+                expected += np.mean([1 + r for r in range(step, size)])
+            last = hvd.join(process_set=ranks)
+            assert last == size - 1
+            assert w.tolist() == [expected] * 2
+            expected = hvd.broadcast(np.array(expected), last, process_set=ranks)
+            w[:] = expected
+        another = hvd.DistributedOptimizer(strategies.SGD(1.0), process_set=ranks)
+        with pytest.raises(ValueError, match="expected one DistributedOptimizer .*, got 2; delete"):
+            hvd.join(process_set=ranks)
+        del another  # a refused call has not joined
+        total = hvd.allreduce(np.ones(1), op=hvd.Sum, name="after", process_set=ranks)
+        assert total.tolist() == [size]
 
 
-def test_what_rows_would_be_lost_of_is_an_error_while_a_rank_has_joined(world):
-    def check(comm, ranks):
-        if comm.size == 1:
-            return
+@pytest.mark.several
+def test_a_rank_that_joins_before_it_has_variables_is_an_error_on_all(comm):
+    with everyone(comm) as ranks:
+        optimizer = hvd.DistributedOptimizer(strategies.SGD(1.0), process_set=ranks)
+        joins = comm.rank == 0
+        calls = {
+            True: lambda: hvd.join(process_set=ranks),
+            False: lambda: optimizer.apply_gradients([(np.ones(2), np.ones(2))]),
+        }
+        with pytest.raises(ValueError, match="join: this rank has made no step, so its variables"):
+            calls[joins]()
+
+
+@pytest.mark.several
+def test_what_rows_would_be_lost_of_is_an_error_while_a_rank_has_joined(comm):
+    with everyone(comm) as ranks:
         for _ in range(2):
             if comm.rank == 0:
                 hvd.join(process_set=ranks)
@@ -279,8 +292,6 @@ def test_what_rows_would_be_lost_of_is_an_error_while_a_rank_has_joined(world):
             hvd.alltoall(np.ones(comm.size), name="a", process_set=ranks)
             hvd.broadcast(np.ones(5), 0, name="b", process_set=ranks)
 
-    everyone(world, check)
-
 
 MISTAKES = {
     "shape": (lambda last: np.ones(4 if last else 3), {}, r"shape: \(3,\).*\(4,\)"),
@@ -294,13 +305,11 @@ MISTAKES = {
 }
 
 
+@pytest.mark.several
 @pytest.mark.parametrize("what", MISTAKES)
-def test_a_mismatch_is_an_error_on_all_ranks(world, what):
+def test_a_mismatch_is_an_error_on_all_ranks(comm, what):
     value, options, words = MISTAKES[what]
-
-    def check(comm, ranks):
-        if comm.size == 1:
-            return
+    with everyone(comm) as ranks:
         last = comm.rank == comm.size - 1
         own = {name: pair[last] for name, pair in options.items()}
         for name in ("bad", None):
@@ -308,13 +317,10 @@ def test_a_mismatch_is_an_error_on_all_ranks(world, what):
                 hvd.allreduce(value(last), name=name, process_set=ranks, **own)
             assert hvd.allreduce(np.ones(2), name=name, process_set=ranks).tolist() == [1, 1]
 
-    everyone(world, check)
 
-
-def test_one_name_for_two_operations_is_an_error_on_all_ranks(world):
-    def check(comm, ranks):
-        if comm.size == 1:
-            return
+@pytest.mark.several
+def test_one_name_for_two_operations_is_an_error_on_all_ranks(comm):
+    with everyone(comm) as ranks:
         for _ in range(2):
             options = {"op": hvd.Sum} if comm.rank == 0 else {"root_rank": 0}
             call = hvd.broadcast if comm.rank else hvd.allreduce
@@ -326,13 +332,10 @@ def test_one_name_for_two_operations_is_an_error_on_all_ranks(world):
         with pytest.raises(cc.MismatchError, match="root_rank: 0 on rank 0, 1 on rank"):
             hvd.broadcast(np.ones(2), min(comm.rank, 1), name="root", process_set=ranks)
 
-    everyone(world, check)
 
-
-def test_an_error_of_one_rank_is_one_of_all(world):
-    def check(comm, ranks):
-        if comm.size == 1:
-            return
+@pytest.mark.several
+def test_an_error_of_one_rank_is_one_of_all(comm):
+    with everyone(comm) as ranks:
         for name in (None, "refused"):
             bad = object() if comm.rank == 0 else np.ones(3)
             kind = TypeError if comm.rank == 0 else cc.MismatchError
@@ -341,11 +344,9 @@ def test_an_error_of_one_rank_is_one_of_all(world):
             # The calls without a name are still the same ones on all ranks.
             assert hvd.allreduce(np.ones(3), name=name, process_set=ranks).tolist() == [1] * 3
 
-    everyone(world, check)
 
-
-def test_a_name_twice_is_an_error_on_all_ranks(world):
-    def check(comm, ranks):
+def test_a_name_twice_is_an_error_on_all_ranks(comm):
+    with everyone(comm) as ranks:
         first = hvd.allreduce_async(np.ones(3), name="twice", process_set=ranks)
         last = comm.rank == comm.size - 1
         if last:
@@ -356,8 +357,6 @@ def test_a_name_twice_is_an_error_on_all_ranks(world):
             with pytest.raises(cc.MismatchError, match=f"rank {comm.size - 1} has raised.*twice"):
                 hvd.allreduce(np.ones(3), name="twice", process_set=ranks)
         assert hvd.allreduce(np.ones(3), name="twice", process_set=ranks).tolist() == [1, 1, 1]
-
-    everyone(world, check)
 
 
 WRONG = {
@@ -373,68 +372,59 @@ WRONG = {
 }
 
 
-def test_wrong_arguments(world):
-    def check(comm, ranks):
+def test_wrong_arguments(comm):
+    with everyone(comm) as ranks:
         for call, words in WRONG.values():
             with pytest.raises((TypeError, ValueError), match=words):
                 call(process_set=ranks)
         assert hvd.allreduce([1.0, 2.0], process_set=ranks).tolist() == [1, 2]
 
-    everyone(world, check)
 
-
-def test_process_sets(world):
-    def run(comm):
-        if comm.size == 1:
-            return
-        with session(comm, process_sets=[hvd.ProcessSet([comm.size - 1])]) as made:
-            last = made.sets[1]
-            assert last.included() == (comm.rank == comm.size - 1)
-            some = made.add(sorted({0, comm.size - 1})[::-1]) if comm.size > 2 else None
-            with pytest.raises(ValueError, match="there is such a process set"):
-                made.add([comm.size - 1])
-            with pytest.raises(ValueError, match=f"expected ranks 0 .. {comm.size - 1}, got"):
-                made.add([comm.size])
-            if some is not None:
-                assert some.ranks == [0, comm.size - 1]
-                assert some.process_set_id == 2
-                if some.included():
-                    assert some.size() == 2
-                    assert some.rank() == min(comm.rank, 1)
-                    x = np.array([comm.rank])
-                    assert hvd.allreduce(x, op=hvd.Sum, process_set=some) == comm.size - 1
-                    root = hvd.broadcast(x, comm.size - 1, process_set=some)
-                    assert root == comm.size - 1
-                else:
-                    with pytest.raises(ValueError, match="this rank is not a member"):
-                        hvd.barrier(some)
-                assert made.remove(some)
-                assert not made.remove(some)
-                with pytest.raises(ValueError, match="was not added"):
+@pytest.mark.several
+def test_process_sets(comm):
+    with session(comm, process_sets=[hvd.ProcessSet([comm.size - 1])]) as made:
+        last = made.sets[1]
+        assert last.included() == (comm.rank == comm.size - 1)
+        some = made.add(sorted({0, comm.size - 1})[::-1]) if comm.size > 2 else None
+        with pytest.raises(ValueError, match="the process set exists already"):
+            made.add([comm.size - 1])
+        with pytest.raises(ValueError, match=f"expected ranks 0 .. {comm.size - 1}, got"):
+            made.add([comm.size])
+        if some is not None:
+            assert some.ranks == [0, comm.size - 1]
+            assert some.process_set_id == 2
+            if some.included():
+                assert some.size() == 2
+                assert some.rank() == min(comm.rank, 1)
+                x = np.array([comm.rank])
+                assert hvd.allreduce(x, op=hvd.Sum, process_set=some) == comm.size - 1
+                root = hvd.broadcast(x, comm.size - 1, process_set=some)
+                assert root == comm.size - 1
+            else:
+                with pytest.raises(ValueError, match="this rank is not a member"):
                     hvd.barrier(some)
-            hvd.barrier(made.world)
-            if last.included():
-                assert hvd.join(process_set=last) == comm.rank
-                assert hvd.allgather_object({"r": 1}, process_set=last) == [{"r": 1}]
-            with pytest.raises(ValueError, match="the set of all ranks stays"):
-                made.remove(made.world)
-
-    world.run(run)
-
-
-def test_ranks_that_differ_in_a_process_set(world):
-    def run(comm):
-        with session(comm) as made:
-            if comm.size > 1:
-                with pytest.raises(cc.MismatchError, match="add_process_set: ranks differ"):
-                    made.add([0] if comm.rank else [1])
-            made.add(range(comm.size)[:-1]) if comm.size > 1 else None
-
-    world.run(run)
+            assert made.remove(some)
+            assert not made.remove(some)
+            with pytest.raises(ValueError, match="was not added"):
+                hvd.barrier(some)
+        hvd.barrier(made.world)
+        if last.included():
+            assert hvd.join(process_set=last) == comm.rank
+            assert hvd.allgather_object({"r": 1}, process_set=last) == [{"r": 1}]
+        with pytest.raises(ValueError, match="the set of all ranks stays"):
+            made.remove(made.world)
 
 
-def test_objects_and_parameters(world):
-    def check(comm, ranks):
+def test_ranks_that_differ_in_a_process_set(comm):
+    with session(comm) as made:
+        if comm.size > 1:
+            with pytest.raises(cc.MismatchError, match="add_process_set: ranks differ"):
+                made.add([0] if comm.rank else [1])
+        made.add(range(comm.size)[:-1]) if comm.size > 1 else None
+
+
+def test_objects_and_parameters(comm):
+    with everyone(comm) as ranks:
         root = comm.size - 1
         assert hvd.broadcast_object({"rank": comm.rank}, root, process_set=ranks)["rank"] == root
         assert hvd.allgather_object(comm.rank, process_set=ranks) == list(range(comm.size))
@@ -443,11 +433,9 @@ def test_objects_and_parameters(world):
         assert parameters["w"].tolist() == [root] * 3
         assert parameters["b"] == root
 
-    everyone(world, check)
 
-
-def test_several_threads_wait(world):
-    def check(comm, ranks):
+def test_several_threads_wait(comm):
+    with everyone(comm) as ranks:
         results = {}
 
         def use(k):
@@ -455,20 +443,14 @@ def test_several_threads_wait(world):
                 x = np.full(3, float(step + k + comm.rank))
                 results[k, step] = hvd.allreduce(x, name=f"thread {k}", process_set=ranks)
 
-        threads = [threading.Thread(target=use, args=(k,)) for k in range(3)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
+        together(use, range(3))
         for (k, step), result in results.items():
             np.testing.assert_allclose(result, step + k + (comm.size - 1) / 2)
         assert len(results) == 15
 
-    everyone(world, check)
 
-
-def test_a_call_goes_on_while_nobody_waits(world):
-    def check(comm, ranks):
+def test_a_call_goes_on_while_nobody_waits(comm):
+    with everyone(comm) as ranks:
         handle = hvd.allreduce_async(np.ones(3), name="alone", process_set=ranks)
         done = threading.Event()
         for _ in range(2000):
@@ -478,24 +460,19 @@ def test_a_call_goes_on_while_nobody_waits(world):
         assert isinstance(handle, Handle)
         assert hvd.poll(handle)
 
-    everyone(world, check)
 
-
-def test_a_sampler_keeps_its_rows_until_it_deals_anew(world):
-    def check(comm):
-        sampler = hvd.elastic.ElasticSampler(10, seed=3)
-        begin = {"rows": 10, "epoch": 1, "processed_indices": []}
-        sampler.load_state(begin, comm=comm)
-        rows = list(sampler)
-        assert len(rows) == len(sampler) == -(-10 // comm.size)
-        sampler.record_batch(0, 2)
-        assert list(sampler) == rows
-        assert sampler.processed_num == 2 * comm.size  # of all ranks
-        again = hvd.elastic.ElasticSampler(10, seed=3)
-        again.load_state_dict(sampler.state_dict())
-        assert again.processed_num == sampler.processed_num
-        sampler.reset()
-        assert len(sampler) == -(-8 // comm.size)
-        assert not set(rows[:2]) & set(sampler)
-
-    world.run(check)
+def test_a_sampler_keeps_its_rows_until_it_deals_anew(comm):
+    sampler = hvd.elastic.ElasticSampler(10, seed=3)
+    begin = {"rows": 10, "epoch": 1, "processed_indices": []}
+    sampler.load_state(begin, comm=comm)
+    rows = list(sampler)
+    assert len(rows) == len(sampler) == -(-10 // comm.size)
+    sampler.record_batch(0, 2)
+    assert list(sampler) == rows
+    assert sampler.processed_num == 2 * comm.size  # of all ranks
+    again = hvd.elastic.ElasticSampler(10, seed=3)
+    again.load_state_dict(sampler.state_dict())
+    assert again.processed_num == sampler.processed_num
+    sampler.reset()
+    assert len(sampler) == -(-8 // comm.size)
+    assert not set(rows[:2]) & set(sampler)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import copy
 
 import numpy as np
@@ -14,15 +15,12 @@ torch = installed("torch")
 hvd = pytest.importorskip("strategies.horovod.torch") if torch else None
 
 
-def everyone(world, check):
-    """Call `check(comm, process_set)` on every rank."""
-
-    def run(comm):
-        made = hvd.HorovodContext(comm)
-        check(comm, made.world)
-        made.close()
-
-    world.run(run)
+@contextlib.contextmanager
+def everyone(comm):
+    """The process set of all ranks of a context on a communicator."""
+    made = hvd.HorovodContext(comm)
+    yield made.world
+    made.close()
 
 
 def rows_of(rank, *shape):
@@ -66,10 +64,9 @@ TIMES = {
 
 
 @pytest.mark.parametrize("name", FORWARD)
-def test_gradients_are_those_of_horovod(world, name):
+def test_gradients_are_those_of_horovod(comm, name):
     forward, times = FORWARD[name], TIMES.get(name, lambda size: 1)
-
-    def check(comm, ranks):
+    with everyone(comm) as ranks:
         x = rows_of(comm.rank, 2 * comm.size, 3).requires_grad_()
         y = forward(x, ranks)
         weights = rows_of(100 + comm.rank, *y.shape)
@@ -91,11 +88,9 @@ def test_gradients_are_those_of_horovod(world, name):
                 wanted = times(comm.size) * slope
                 assert x.grad[position].item() == pytest.approx(wanted, abs=1e-6 * comm.size)
 
-    everyone(world, check)
 
-
-def test_bfloat16_is_added_in_32_bits(world):
-    def check(comm, ranks):
+def test_bfloat16_is_added_in_32_bits(comm):
+    with everyone(comm) as ranks:
         x = torch.full((5,), 1.0 if comm.rank else 256.0, dtype=torch.bfloat16)
         result = hvd.allreduce(x, op=hvd.Sum, process_set=ranks)
         exact = torch.tensor(256.0 + comm.size - 1).to(torch.bfloat16)
@@ -104,11 +99,9 @@ def test_bfloat16_is_added_in_32_bits(world):
         hvd.allreduce_(x, op=hvd.Sum, process_set=ranks)
         assert (x == exact).all()
 
-    everyone(world, check)
 
-
-def test_sparse_tensors(world):
-    def check(comm, ranks):
+def test_sparse_tensors(comm):
+    with everyone(comm) as ranks:
         size = comm.size
         own = torch.sparse_coo_tensor(
             [[comm.rank, size]], [[1.0, 2.0], [3.0, 4.0]], (size + 1, 2), check_invariants=False
@@ -120,8 +113,10 @@ def test_sparse_tensors(world):
         np.testing.assert_allclose(mean.to_dense().numpy(), np.array(wanted) / size, rtol=1e-6)
         with pytest.raises(TypeError, match="expected a sparse tensor"):
             hvd.sparse_allreduce_async(torch.ones(2), process_set=ranks)
-
-    everyone(world, check)
+        if comm.rank:  # rank 0 has joined
+            mean = hvd.allreduce(own, process_set=ranks)
+            assert mean.to_dense()[[0, size]].tolist() == [[0, 0], [3, 4]]
+        hvd.join(process_set=ranks)
 
 
 def network():
@@ -154,8 +149,8 @@ def assert_as_one_process(own, steps):
 
 
 @pytest.mark.parametrize("options", [{}, {"groups": 2}, {"gradient_predivide_factor": 4.0}])
-def test_the_optimizer_equals_one_process_with_all_rows(world, options):
-    def check(comm, ranks):
+def test_the_optimizer_equals_one_process_with_all_rows(comm, options):
+    with everyone(comm) as ranks:
         model = network()
         for p in model.parameters():
             p.data.mul_(1 + comm.rank)
@@ -182,11 +177,9 @@ def test_the_optimizer_equals_one_process_with_all_rows(world, options):
             np.testing.assert_array_equal(everyones, np.broadcast_to(values, everyones.shape))
         optimizer.close()
 
-    everyone(world, check)
 
-
-def test_on_one_node_gradients_are_averaged_in_the_step(world):
-    def check(comm, ranks):
+def test_on_one_node_gradients_are_averaged_in_the_step(comm):
+    with everyone(comm) as ranks:
         model = network()
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), 0.1), process_set=ranks
@@ -202,11 +195,9 @@ def test_on_one_node_gradients_are_averaged_in_the_step(world):
         assert (own == averaged) == (comm.num_nodes == 1)
         optimizer.close()
 
-    everyone(world, check)
 
-
-def test_several_passes_and_another_number_of_them(world):
-    def check(comm, ranks):
+def test_several_passes_and_another_number_of_them(comm):
+    with everyone(comm) as ranks:
         model = network()
         plain = torch.optim.SGD(model.parameters(), 0.1)
         optimizer = hvd.DistributedOptimizer(
@@ -223,11 +214,9 @@ def test_several_passes_and_another_number_of_them(world):
         assert_as_one_process(own, steps)
         optimizer.close()
 
-    everyone(world, check)
 
-
-def test_a_step_after_fewer_passes_updates_with_these(world):
-    def check(comm, ranks):
+def test_a_step_after_fewer_passes_updates_with_these(comm):
+    with everyone(comm) as ranks:
         model = network()
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(),
@@ -239,27 +228,22 @@ def test_a_step_after_fewer_passes_updates_with_these(world):
         assert_as_one_process(own, steps)
         optimizer.close()
 
-    everyone(world, check)
+
+def test_who_is_not_in_the_process_set_steps_alone(comm):
+    made = hvd.HorovodContext(comm)
+    some = made.world if comm.size == 1 else made.add([0])
+    model = network()
+    optimizer = hvd.DistributedOptimizer(
+        torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), process_set=some
+    )
+    steps = [[batch_of(comm.rank, 1)], [batch_of(comm.rank, 2)]]
+    assert_as_one_process(train(model, optimizer, steps), steps)
+    optimizer.close()
+    made.close()
 
 
-def test_who_is_not_in_the_process_set_steps_alone(world):
-    def run(comm):
-        made = hvd.HorovodContext(comm)
-        some = made.world if comm.size == 1 else made.add([0])
-        model = network()
-        optimizer = hvd.DistributedOptimizer(
-            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), process_set=some
-        )
-        steps = [[batch_of(comm.rank, 1)], [batch_of(comm.rank, 2)]]
-        assert_as_one_process(train(model, optimizer, steps), steps)
-        optimizer.close()
-        made.close()
-
-    world.run(run)
-
-
-def test_batch_norm_is_over_the_rows_of_a_process_set(world):
-    def check(comm, ranks):
+def test_batch_norm_is_over_the_rows_of_a_process_set(comm):
+    with everyone(comm) as ranks:
         rows = [rows_of(rank, 4, 5) for rank in range(comm.size)]
         norm = hvd.SyncBatchNorm(5, process_set=ranks).double()
         wanted = torch.nn.BatchNorm1d(5).double()(torch.cat(rows))[4 * comm.rank :][:4]
@@ -271,11 +255,9 @@ def test_batch_norm_is_over_the_rows_of_a_process_set(world):
                 atol=1e-12,
             )
 
-    everyone(world, check)
 
-
-def test_gradients_can_be_clipped_between_synchronize_and_step(world):
-    def check(comm, ranks):
+def test_gradients_can_be_clipped_between_synchronize_and_step(comm):
+    with everyone(comm) as ranks:
         model = network()
         optimizer = hvd.DistributedOptimizer(
             torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), process_set=ranks
@@ -295,23 +277,21 @@ def test_gradients_can_be_clipped_between_synchronize_and_step(world):
             )
         optimizer.close()
 
-    everyone(world, check)
-
 
 class Rounds(type(hvd.Compression.fp16) if hvd else object):
     def compress(self, tensor):
         return tensor.round(), None
 
 
-def test_wrong_options_of_the_optimizer(world):
-    def check(comm, ranks):
+def test_wrong_options_of_the_optimizer(comm):
+    with everyone(comm) as ranks:
         model = network()
         named = list(model.named_parameters())
         for options, words in (
             ({"op": hvd.Adasum}, "Adasum is not supported"),
             ({"op": hvd.Max}, "expected MEAN or SUM"),
             ({"compression": "fp16"}, "expected Compression.none, fp16 or bf16 as"),
-            ({"compression": Rounds(None, cc.NONE)}, "Rounds.compress would not be called"),
+            ({"compression": Rounds(None, cc.NONE)}, "without calls of Rounds.compress"),
             ({"num_groups": -1}, "num_groups"),
             ({"groups": [[named[0][1]], [named[0][1]]]}, "in two groups"),
             ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
@@ -321,5 +301,3 @@ def test_wrong_options_of_the_optimizer(world):
                 hvd.DistributedOptimizer(
                     torch.optim.SGD(model.parameters(), 0.1), named, process_set=ranks, **options
                 )
-
-    everyone(world, check)

@@ -76,20 +76,16 @@ def test_more_than_2_gib_in_shared_memory_are_reduced_and_broadcast():
     gc.collect()  # the arrays go with the communicator; other tests need the memory
 
 
-def test_mpis_own_alltoall_of_too_many_bytes_on_one_rank_is_refused_on_all(world):
+def test_mpis_own_alltoall_of_too_many_bytes_on_one_rank_is_refused_on_all(comm, world):
     if "native" not in world.algorithms("alltoall"):
         return
+    from mpi4py import MPI
 
-    def check(comm):
-        from mpi4py import MPI
-
-        if MPI.Get_version() >= (4, 0):
-            return  # whose counts are long
-        # Never touched: rank 0 sends to itself, the others send nothing.
-        count = 2**31 if comm.rank == 0 else 0
-        x = np.empty(count, np.uint8)
-        splits = [count if rank == comm.rank else 0 for rank in range(comm.size)]
-        with pytest.raises(ValueError, match="expected at most 2147483647 bytes, got 2147483648"):
-            comm.alltoall(x, counts=splits, algorithm="native")
-
-    world.run(check)
+    if MPI.Get_version() >= (4, 0):
+        return  # whose counts are long
+    # Never touched: rank 0 sends to itself, the others send nothing.
+    count = 2**31 if comm.rank == 0 else 0
+    x = np.empty(count, np.uint8)
+    splits = [count if rank == comm.rank else 0 for rank in range(comm.size)]
+    with pytest.raises(ValueError, match="expected at most 2147483647 bytes, got 2147483648"):
+        comm.alltoall(x, counts=splits, algorithm="native")

@@ -75,65 +75,56 @@ def trained(strategy, made, optimizer, batches):
 
 @pytest.mark.parametrize("name", MAKE)
 @pytest.mark.parametrize("kind", KINDS)
-def test_steps_are_those_of_one_process(world, name, kind):
-    def check(comm):
-        strategy = MAKE[name](comm)
-        batches = make_batches(24)
-        optimizer = Optax(KINDS[kind]())
-        found = trained(strategy, variables_of(strategy), optimizer, batches)
-        for key, value in expected(KINDS[kind](), batches).items():
-            # Some roundings of numbers around 1 in each step, which Adam's root enlarges.
-            np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-5)
-        assert optimizer.step == (0 if name == "central" and comm.rank else len(batches))
-
-    world.run(check)
+def test_steps_are_those_of_one_process(comm, name, kind):
+    strategy = MAKE[name](comm)
+    batches = make_batches(24)
+    optimizer = Optax(KINDS[kind]())
+    found = trained(strategy, variables_of(strategy), optimizer, batches)
+    for key, value in expected(KINDS[kind](), batches).items():
+        # Some roundings of numbers around 1 in each step, which Adam's root enlarges.
+        np.testing.assert_allclose(found[key], value, rtol=0, atol=1e-5)
+    assert optimizer.step == (0 if name == "central" and comm.rank else len(batches))
 
 
-def test_training_goes_on_from_a_state_with_the_same_bits(world):
-    def check(comm):
-        batches = make_batches(24)
-        whole, first, second = (Optax(optax.adam(0.05)) for _ in range(3))
-        one, other = (MAKE["TPU"](comm) for _ in range(2))
-        made = variables_of(one)
-        trained(one, made, first, batches[:2])
-        second.load_state_dict(
-            {k: np.asarray(v) if k != "step" else v for k, v in first.state_dict().items()}
-        )
-        assert set(second.state_dict()) == set(first.state_dict())
-        parts = trained(one, made, second, batches[2:])
-        for key, value in trained(other, variables_of(other), whole, batches).items():
-            np.testing.assert_array_equal(parts[key], value)
-        assert second.step == whole.step == 4
-
-    world.run(check)
+def test_training_goes_on_from_a_state_with_the_same_bits(comm):
+    batches = make_batches(24)
+    whole, first, second = (Optax(optax.adam(0.05)) for _ in range(3))
+    one, other = (MAKE["TPU"](comm) for _ in range(2))
+    made = variables_of(one)
+    trained(one, made, first, batches[:2])
+    second.load_state_dict(
+        {k: np.asarray(v) if k != "step" else v for k, v in first.state_dict().items()}
+    )
+    assert set(second.state_dict()) == set(first.state_dict())
+    parts = trained(one, made, second, batches[2:])
+    for key, value in trained(other, variables_of(other), whole, batches).items():
+        np.testing.assert_array_equal(parts[key], value)
+    assert second.step == whole.step == 4
 
 
-def test_wrong_use_is_an_error_on_all_ranks_and_the_next_call_works(world):
-    def check(comm):
-        with pytest.raises(TypeError, match="expected a transformation.* got SGD"):
-            Optax(strategies.SGD(0.1))
-        strategy = MAKE["TPU"](comm)
-        made = variables_of(strategy)
-        w, gradient = made["w"], jnp.ones((6, 2))
-        optimizer = Optax(optax.adam(0.1))
-        for given, pairs, kind, message in [
-            (optax.sgd(0.1), [(gradient, w)], TypeError, r"optimizers\.Optax\(transformation\)"),
-            (optimizer, [(strategies.Rows([0], jnp.ones((1, 2))), w)], TypeError, "got Rows"),
-        ]:
-            with pytest.raises(kind, match=message):
-                strategy.apply_gradients(given, pairs)
-        with pytest.raises(TypeError, match="holds an array of JAX, got ndarray"):
-            optimizer.apply_gradients([(np.ones(2), np.ones(2))])
+def test_wrong_use_is_an_error_on_all_ranks_and_the_next_call_works(comm):
+    with pytest.raises(TypeError, match="expected a transformation.* got SGD"):
+        Optax(strategies.SGD(0.1))
+    strategy = MAKE["TPU"](comm)
+    made = variables_of(strategy)
+    w, gradient = made["w"], jnp.ones((6, 2))
+    optimizer = Optax(optax.adam(0.1))
+    for given, pairs, kind, message in [
+        (optax.sgd(0.1), [(gradient, w)], TypeError, r"optimizers\.Optax\(transformation\)"),
+        (optimizer, [(strategies.Rows([0], jnp.ones((1, 2))), w)], TypeError, "got Rows"),
+    ]:
+        with pytest.raises(kind, match=message):
+            strategy.apply_gradients(given, pairs)
+    with pytest.raises(TypeError, match="holds an array of JAX, got ndarray"):
+        optimizer.apply_gradients([(np.ones(2), np.ones(2))])
+    strategy.apply_gradients(optimizer, [(gradient, w)])
+    with pytest.raises(ValueError, match=r"expected \['w'\], got \['b'\]"):
+        strategy.apply_gradients(optimizer, [(jnp.ones(2), made["b"])])
+    with pytest.raises(ValueError, match="bad state"):
+        optimizer.load_state_dict({"step": 1, "first/w": np.ones(1)})
+    optimizer.load_state_dict({"step": 1, "state/0": np.ones(1)})
+    with pytest.raises(ValueError, match="or another transformation"):
         strategy.apply_gradients(optimizer, [(gradient, w)])
-        with pytest.raises(ValueError, match=r"expected \['w'\], got \['b'\]"):
-            strategy.apply_gradients(optimizer, [(jnp.ones(2), made["b"])])
-        with pytest.raises(ValueError, match="bad state"):
-            optimizer.load_state_dict({"step": 1, "first/w": np.ones(1)})
-        optimizer.load_state_dict({"step": 1, "state/0": np.ones(1)})
-        with pytest.raises(ValueError, match="of another transformation"):
-            strategy.apply_gradients(optimizer, [(gradient, w)])
-        optimizer.load_state_dict({"step": 0})
-        strategy.apply_gradients(optimizer, [(gradient, w)])
-        np.testing.assert_allclose(w.value, start()["w"] - 0.2, rtol=0, atol=1e-5)
-
-    world.run(check)
+    optimizer.load_state_dict({"step": 0})
+    strategy.apply_gradients(optimizer, [(gradient, w)])
+    np.testing.assert_allclose(w.value, start()["w"] - 0.2, rtol=0, atol=1e-5)

@@ -7,16 +7,16 @@ from types import SimpleNamespace
 
 import numpy as np
 import pytest
-from calls import until
+from calls import in_thread, together, until
 
 import strategies
-from served import LIMIT, in_turn, opened, scenario, training
+from served import LIMIT, in_turn, only_workers, opened, scenario, training
 from strategies.cluster.device_setter import GreedyLoadBalancing
 from strategies.errors import (
+    DataLossError,
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
-    OpError,
     UnavailableError,
 )
 from strategies.parameter_server import ParameterServerStrategy
@@ -37,9 +37,7 @@ def test_each_push_is_applied_when_it_arrives(strategy, server):
     w = strategy.variable(np.zeros(3, np.float32), name="w")
     b = strategy.variable(np.float64(1.0), name="b")
     assert (w.value.tolist(), b.value.tolist()) == ([0, 0, 0], 1.0)
-    if not training(server):
-        return
-    workers = server.cluster.workers
+    workers = only_workers(server)
     seen = []
 
     def push():
@@ -70,9 +68,7 @@ def test_each_push_is_applied_when_it_arrives(strategy, server):
 @scenario()
 def test_workers_that_take_turns_are_workers_minus_one_behind(strategy, server):
     w = strategy.variable(np.zeros(2))
-    if not training(server):
-        return
-    workers = server.cluster.workers
+    workers = only_workers(server)
     stale = []
 
     def push():
@@ -87,9 +83,7 @@ def test_workers_that_take_turns_are_workers_minus_one_behind(strategy, server):
 @scenario(staleness=Drop(1))
 def test_too_stale_gradients_are_dropped_and_bring_new_values(strategy, server):
     w = strategy.variable(np.zeros(1))
-    if not training(server):
-        return
-    workers = server.cluster.workers
+    workers = only_workers(server)
     in_turn(server, lambda: strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)]))
     # The third and later ones have missed two updates and more.
     stale = min(workers.rank, 2)
@@ -108,8 +102,7 @@ def test_too_stale_gradients_are_dropped_and_bring_new_values(strategy, server):
 @scenario(staleness=Scale(), optimizer=lambda: strategies.SGD(6.0))
 def test_stale_gradients_have_a_smaller_learning_rate(strategy, server):
     w = strategy.variable(np.zeros(1))
-    if not training(server):
-        return
+    only_workers(server)
     in_turn(server, lambda: strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)]))
     strategy.pull()
     expected = -sum(6 / (1 + i) for i in range(server.cluster.workers.size))
@@ -121,9 +114,7 @@ def test_synchronous_updates_are_those_of_one_process(strategy, server):
     rng = np.random.default_rng(0)
     start = [rng.standard_normal((4, 3)), rng.standard_normal(5).astype(np.float32)]
     variables = [strategy.variable(value) for value in start]
-    if not training(server):
-        return
-    workers = server.cluster.workers
+    workers = only_workers(server)
     oracle = strategies.Momentum(0.5, 0.9)
     expected = [value.copy() for value in start]
     for step in range(4):
@@ -162,9 +153,7 @@ def test_synchronous_updates_are_those_of_one_process(strategy, server):
 @scenario(synchronous=True)
 def test_examples_are_integers_of_any_kind(strategy, server):
     w = strategy.variable(np.zeros(1))
-    if not training(server):
-        return
-    workers = server.cluster.workers
+    workers = only_workers(server)
     with pytest.raises(TypeError, match=r"bad examples, expected an integer .* got 2\.5"):
         strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)], examples=2.5)
     kind = [np.int32, int, np.uint8][workers.rank % 3]
@@ -183,9 +172,7 @@ def test_a_gradient_of_none_counts_as_zero_and_rows_add_up(strategy, server):
     dense = strategy.variable(np.zeros(2), name="dense")
     mixed = strategy.variable(np.zeros((3, 1)), name="mixed")
     untouched = strategy.variable(np.ones(2), name="untouched")
-    if not training(server):
-        return
-    workers = server.cluster.workers
+    workers = only_workers(server)
     first = workers.rank == 0
     rows = strategies.Rows(np.array([workers.rank % 5, 4, 4]), np.ones((3, 2)))
     strategy.apply_gradients(
@@ -210,9 +197,7 @@ def test_a_gradient_of_none_counts_as_zero_and_rows_add_up(strategy, server):
 @scenario(synchronous=True, partitioner=lambda shape, dtype: [2, 1])
 def test_rows_of_a_worker_may_be_none_or_have_indices_of_another_dtype(strategy, server):
     table = strategy.variable(np.zeros((600, 1)), name="table")
-    if not training(server):
-        return
-    workers = server.cluster.workers
+    workers = only_workers(server)
     kinds = [[], np.array([2], np.uint8), np.array([2], np.uint64), np.array([2], np.int32)]
     for turn in range(len(kinds)):
         indices = kinds[(workers.rank + turn) % len(kinds)]
@@ -226,9 +211,7 @@ def test_rows_of_a_worker_may_be_none_or_have_indices_of_another_dtype(strategy,
 @scenario(synchronous=True)
 def test_who_has_left_is_not_waited_for(strategy, server):
     w = strategy.variable(np.zeros(1))
-    if not training(server):
-        return
-    workers = server.cluster.workers
+    workers = only_workers(server)
     steps = 1 + workers.size - workers.rank  # each takes one step fewer than the one before
     for _ in range(steps):
         strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
@@ -245,7 +228,6 @@ def test_who_has_left_is_not_waited_for(strategy, server):
 def leave_while_a_push_waits(strategy, server, variable):
     """Push in a thread, leave when that is under way, and return what the push has raised."""
     sent = threading.Semaphore(0)
-    caught = []
     ask = strategy.service.ask
 
     def counted(questions):
@@ -255,61 +237,45 @@ def leave_while_a_push_waits(strategy, server, variable):
                 sent.release()
         return asked
 
-    def push():
-        try:
-            strategy.apply_gradients(strategy.optimizer, [(np.ones(1), variable)])
-        except OpError as error:
-            caught.append(error)
-
     strategy.service.ask = counted
-    thread = threading.Thread(target=push)
-    thread.start()
+    gradients = [(np.ones(1), variable)]
+    pushed = in_thread(strategy.apply_gradients, strategy.optimizer, gradients)
     for _ in server.cluster.ranks_of("ps"):
         assert sent.acquire(timeout=LIMIT)
     strategy.leave()
-    thread.join(LIMIT)
-    assert not thread.is_alive()
+    error = pushed.exception(LIMIT)
     del strategy.service.ask
-    return caught
+    return error
 
 
 # The chief of a warm-up makes no step, so that the others' gradients are held.
-@pytest.mark.parametrize("options", [{"synchronous": True}, {"warmup_steps": 10}])
-def test_a_worker_that_leaves_ends_its_own_push(world, options):
-    @scenario(timeout=None, **options)
-    def body(strategy, server):
-        w = strategy.variable(np.zeros(1))
-        if not training(server):
-            return
-        workers = server.cluster.workers
-        last = workers.size - 1
-        if workers.rank == last > 0:
-            (error,) = leave_while_a_push_waits(strategy, server, w)
-            assert isinstance(error, FailedPreconditionError)
-            task = server.cluster.comm.rank
-            assert "the worker has left before its gradients were applied" in error.message
-            assert f"(worker: task {task})" in error.message
-        workers.barrier()
-        if workers.rank < last and strategy.synchronous:
-            strategy.apply_gradients(strategy.optimizer, [(np.full(1, 2.0), w)])
-        workers.barrier()
-        strategy.pull()  # nobody has waited for it, and what it pushed does not count
-        assert w.value[0] == (-2 if last and strategy.synchronous else 0)
-
-    body(world)
+@pytest.mark.parametrize(("synchronous", "warmup_steps"), [(True, 0), (False, 10)])
+@scenario(timeout=None)
+def test_a_worker_that_leaves_ends_its_own_push(strategy, server, synchronous, warmup_steps):
+    w = strategy.variable(np.zeros(1))
+    workers = only_workers(server)
+    last = workers.size - 1
+    if workers.rank == last > 0:
+        error = leave_while_a_push_waits(strategy, server, w)
+        assert isinstance(error, FailedPreconditionError)
+        task = server.cluster.comm.rank
+        assert "the worker has left before its gradients were applied" in error.message
+        assert f"(worker: task {task})" in error.message
+    workers.barrier()
+    if workers.rank < last and strategy.synchronous:
+        strategy.apply_gradients(strategy.optimizer, [(np.full(1, 2.0), w)])
+    workers.barrier()
+    strategy.pull()  # nobody has waited for it, and what it pushed does not count
+    assert w.value[0] == (-2 if last and strategy.synchronous else 0)
 
 
 @scenario(synchronous=True, timeout=0.3)
 def test_a_wait_for_others_ends_and_names_them(strategy, server):
     w = strategy.variable(np.zeros(1))
-    if not training(server):
-        return
-    workers = server.cluster.workers
+    workers = only_workers(server)
     if workers.rank == 0 and workers.size > 1:
         others = server.cluster.training_ranks[1:]
-        with pytest.raises(
-            DeadlineExceededError, match="no gradients have come from tasks"
-        ) as caught:
+        with pytest.raises(DeadlineExceededError, match="no gradients from tasks") as caught:
             strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
         assert str(others) in str(caught.value)
     workers.barrier()
@@ -321,9 +287,7 @@ def test_a_wait_for_others_ends_and_names_them(strategy, server):
 @scenario(synchronous=True, timeout=0.3)
 def test_ps_tasks_that_differ_get_no_more_gradients(strategy, server):
     variables = [strategy.variable(np.zeros(1)) for _ in server.cluster.ranks_of("ps")]
-    if not training(server):
-        return
-    workers = server.cluster.workers
+    workers = only_workers(server)
     if workers.size == 1 or len(variables) == 1:
         return
 
@@ -337,7 +301,7 @@ def test_ps_tasks_that_differ_get_no_more_gradients(strategy, server):
         strategy.pull()
     workers.barrier()
     if workers.rank == 0:
-        why = "no gradients have come from tasks .*; the ps tasks differ now: start again"
+        why = "no gradients from tasks .*; the ps tasks differ now: start again"
         for _ in range(2):
             with pytest.raises(UnavailableError, match=why):
                 push()
@@ -386,7 +350,7 @@ def test_gradients_that_are_withdrawn_before_their_turn_do_not_wait(strategy, se
     if not training(server):
         _, shard = server.service.open(PARAMETERS, {}, name=strategy.shared_name, task=comm.rank)
         busy, never_ends = threading.Event(), SimpleNamespace(wait=lambda *given: None)
-        shard.serve(never_ends, lambda shard, work: busy.wait(LIMIT))
+        shard.serve(never_ends, lambda work: busy.wait(LIMIT))
         comm.barrier()
         until(lambda: Kind.WITHDRAW in comm.channel.handled)
         busy.set()
@@ -399,7 +363,7 @@ def test_gradients_that_are_withdrawn_before_their_turn_do_not_wait(strategy, se
     if workers.size == 1:
         push()  # has all that it waits for when its turn comes
     elif workers.rank == 0:
-        with pytest.raises(DeadlineExceededError, match="no gradients have come from tasks"):
+        with pytest.raises(DeadlineExceededError, match="no gradients from tasks"):
             push()
     workers.barrier()
     strategy.timeout = LIMIT
@@ -409,65 +373,53 @@ def test_gradients_that_are_withdrawn_before_their_turn_do_not_wait(strategy, se
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
-def test_the_chief_warms_up_alone(world, synchronous):
-    @scenario(synchronous=synchronous, warmup_steps=3, rate_scale=10.0)
-    def body(strategy, server):
-        w = strategy.variable(np.zeros(1))
-        if not training(server):
-            return
-        workers = server.cluster.workers
-        chief = workers.rank == 0
-        for _ in range(3 if chief else 1):
-            strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
-            assert all(d.weight == chief for d in strategy.last_push)
-        assert w.value[0] == -3
-        workers.barrier()
-        in_turn(server, strategy.pull)
-        if synchronous:
-            strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
-            assert w.value[0] == -13  # the rate is another one from now on
-        else:
-            in_turn(server, lambda: strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)]))
-            strategy.pull()
-            assert w.value[0] == -3 - 10 * workers.size
-
-    body(world)
+@scenario(warmup_steps=3, rate_scale=10.0)
+def test_the_chief_warms_up_alone(strategy, server, synchronous):
+    w = strategy.variable(np.zeros(1))
+    workers = only_workers(server)
+    chief = workers.rank == 0
+    for _ in range(3 if chief else 1):
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+        assert all(d.weight == chief for d in strategy.last_push)
+    assert w.value[0] == -3
+    workers.barrier()
+    in_turn(server, strategy.pull)
+    if synchronous:
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+        assert w.value[0] == -13  # the rate is another one from now on
+    else:
+        in_turn(server, lambda: strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)]))
+        strategy.pull()
+        assert w.value[0] == -3 - 10 * workers.size
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
-def test_a_wait_for_the_warm_up_ends_and_says_how_far_it_is(world, synchronous):
-    @scenario(synchronous=synchronous, warmup_steps=3, timeout=0.3)
-    def body(strategy, server):
-        w = strategy.variable(np.zeros(1))
-        if not training(server):
-            return
-        workers = server.cluster.workers
+@scenario(warmup_steps=3, timeout=0.3)
+def test_a_wait_for_the_warm_up_ends_and_says_how_far_it_is(strategy, server, synchronous):
+    w = strategy.variable(np.zeros(1))
+    workers = only_workers(server)
 
-        def push():
-            strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
+    def push():
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
 
-        for _ in range(2 if strategy.is_chief else 0):
-            push()
-        workers.barrier()
-        if not strategy.is_chief:
-            with pytest.raises(
-                DeadlineExceededError, match="the chief has made 2 of 3 warm-up updates"
-            ):
-                push()
-        workers.barrier()
-        strategy.timeout = LIMIT
+    for _ in range(2 if strategy.is_chief else 0):
         push()
-        assert w.value[0] == -3
-
-    body(world)
+    workers.barrier()
+    if not strategy.is_chief:
+        with pytest.raises(
+            DeadlineExceededError, match="the chief has made 2 of 3 warm-up updates"
+        ):
+            push()
+    workers.barrier()
+    strategy.timeout = LIMIT
+    push()
+    assert w.value[0] == -3
 
 
 @scenario(warmup_steps=1000, rate_scale=10.0)
 def test_a_chief_that_leaves_ends_the_warm_up(strategy, server):
     w = strategy.variable(np.zeros(1))
-    if not training(server):
-        return
-    workers = server.cluster.workers
+    workers = only_workers(server)
     if strategy.is_chief:
         strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
         strategy.leave()
@@ -481,66 +433,93 @@ def test_a_chief_that_leaves_ends_the_warm_up(strategy, server):
     assert w.value[0] == -1 - 10 * (workers.size - 1)  # the rate is another one from then on
 
 
-@pytest.mark.parametrize("synchronous", [False, True])
-def test_parts_lie_on_all_ps_and_are_one_variable(world, synchronous):
-    rows = 7
+def fails_in_second_step(step):
+    if step:
+        raise ValueError("no rate")
+    return 1.0
 
-    @scenario(
-        synchronous=synchronous, partitioner=lambda shape, dtype: [3] + [1] * (len(shape) - 1)
-    )
+
+@pytest.mark.parametrize("synchronous", [False, True])
+def test_an_update_that_fails_in_part_is_an_error_for_all_workers(world, synchronous):
+    @scenario(ps=1, synchronous=synchronous, warmup_steps=2)
     def body(strategy, server):
-        count = len(server.cluster.ranks_of("ps"))
-        start = np.arange(2.0 * rows).reshape(rows, 2)
-        v = strategy.variable(start, name="v")
-        table = strategy.variable(lambda: start.copy(), name="table", resident=False)
-        assert [p.task for p in v.parts] == [i % count for i in range(3)]
-        assert [p.name for p in v.parts] == ["v/part_0", "v/part_1", "v/part_2"]
-        with pytest.raises(ValueError, match=r"no copy on this task.*\(variable: table\)"):
-            table.value  # noqa: B018
+        w = strategy.variable(np.zeros(1))
+        b = strategy.variable(np.zeros(1), optimizer=strategies.SGD(fails_in_second_step))
         if not training(server):
             return
-        workers = server.cluster.workers
-        n = 1 if synchronous else workers.size
-        np.testing.assert_array_equal(v.value, start)
-        indices = [6, 0, 3, 6]
-        np.testing.assert_array_equal(strategy.look_up(table, indices), start[indices])
-        assert strategy.look_up(table, []).shape == (0, 2)
-        workers.barrier()
-        gradient = strategies.Rows(np.array(indices), np.ones((4, 2)))
-        strategy.apply_gradients(strategy.optimizer, [(start, v), (gradient, table)])
-        workers.barrier()
-        strategy.pull()
-        np.testing.assert_allclose(v.value, start - n * start, atol=1e-13)
-        expected = start.copy()
-        np.add.at(expected, indices, -n)
-        np.testing.assert_allclose(strategy.look_up(table, range(rows)), expected)
-        with pytest.raises(ValueError, match=r"look_up: an index is out of range.*0 .. 6"):
-            strategy.look_up(table, [7])
-        workers.barrier()
+
+        def push():
+            strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w), (np.ones(1), b)])
+
+        why = "expected all or none, got ValueError: .*no rate.*; start again from a checkpoint"
         if strategy.is_chief:
-            v.assign(start + 1)
-            np.testing.assert_array_equal(v.value, start + 1)
-        workers.barrier()
-        strategy.pull()
-        np.testing.assert_array_equal(v.value, start + 1)
+            push()
+            with pytest.raises(ValueError, match="no rate"):
+                push()
+            strategy.leave()
+        else:  # waits for the end of the warm-up
+            with pytest.raises(DataLossError, match=why):
+                push()
+        for call in (strategy.pull, strategy.state_dict):
+            with pytest.raises(DataLossError, match=why):
+                call()
+        server.cluster.workers.barrier()
 
     body(world)
 
 
-def test_bytes_are_spread(world):
-    def run(comm):
-        with opened(comm) as server:
-            count = len(server.cluster.ranks_of("ps"))
-            strategy = ParameterServerStrategy(
-                server, strategies.SGD(1.0), choice=GreedyLoadBalancing(count)
-            )
-            made = [strategy.variable(np.zeros(n)) for n in (100, 30, 30, 30, 5)]
-            tasks = [v.parts[0].task for v in made]
-            assert tasks == ([0, 1, 1, 1, 1] if count == 2 else [0] * 5)
-            assert [v.name for v in made][:2] == ["variable", "variable_1"]
+@pytest.mark.parametrize("synchronous", [False, True])
+@scenario(partitioner=lambda shape, dtype: [3] + [1] * (len(shape) - 1))
+def test_parts_lie_on_all_ps_and_are_one_variable(strategy, server, synchronous):
+    rows = 7
+    count = len(server.cluster.ranks_of("ps"))
+    start = np.arange(2.0 * rows).reshape(rows, 2)
+    v = strategy.variable(start, name="v")
+    table = strategy.variable(lambda: start.copy(), name="table", resident=False)
+    assert [p.task for p in v.parts] == [i % count for i in range(3)]
+    assert [p.name for p in v.parts] == ["v/part_0", "v/part_1", "v/part_2"]
+    with pytest.raises(ValueError, match=r"no copy on this task.*\(variable: table\)"):
+        table.value  # noqa: B018
+    workers = only_workers(server)
+    n = 1 if synchronous else workers.size
+    np.testing.assert_array_equal(v.value, start)
+    indices = [6, 0, 3, 6]
+    found = strategy.look_up(table, indices)
+    np.testing.assert_array_equal(found, start[indices])
+    found[...] = 0  # new memory: torch.from_numpy takes it without a warning
+    np.testing.assert_array_equal(strategy.look_up(table, indices), start[indices])
+    assert strategy.look_up(table, []).shape == (0, 2)
+    workers.barrier()
+    gradient = strategies.Rows(np.array(indices), np.ones((4, 2)))
+    strategy.apply_gradients(strategy.optimizer, [(start, v), (gradient, table)])
+    workers.barrier()
+    strategy.pull()
+    np.testing.assert_allclose(v.value, start - n * start, atol=1e-13)
+    expected = start.copy()
+    np.add.at(expected, indices, -n)
+    np.testing.assert_allclose(strategy.look_up(table, range(rows)), expected)
+    with pytest.raises(ValueError, match=r"look_up: an index is out of range.*0 .. 6"):
+        strategy.look_up(table, [7])
+    workers.barrier()
+    if strategy.is_chief:
+        v.assign(start + 1)
+        np.testing.assert_array_equal(v.value, start + 1)
+    workers.barrier()
+    strategy.pull()
+    np.testing.assert_array_equal(v.value, start + 1)
 
-    if world.size > 1:
-        world.run(run)
+
+@pytest.mark.several
+def test_bytes_are_spread(comm):
+    with opened(comm) as server:
+        count = len(server.cluster.ranks_of("ps"))
+        strategy = ParameterServerStrategy(
+            server, strategies.SGD(1.0), choice=GreedyLoadBalancing(count)
+        )
+        made = [strategy.variable(np.zeros(n)) for n in (100, 30, 30, 30, 5)]
+        tasks = [v.parts[0].task for v in made]
+        assert tasks == ([0, 1, 1, 1, 1] if count == 2 else [0] * 5)
+        assert [v.name for v in made][:2] == ["variable", "variable_1"]
 
 
 WRONG = [
@@ -554,25 +533,41 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("pairs", "message"), WRONG)
-def test_wrong_gradients_change_nothing(world, pairs, message):
-    @scenario()
-    def body(strategy, server):
-        w = strategy.variable(np.zeros(2), name="w")
-        if training(server):
-            with pytest.raises(ValueError, match=message):
-                strategy.apply_gradients(strategy.optimizer, pairs(strategy, w))
-            with pytest.raises(ValueError, match="expected the optimizer that the strategy"):
-                strategy.apply_gradients(strategies.SGD(1.0), [])
-            assert strategy.reports()[0].version == 0
-            server.cluster.workers.barrier()
-            strategy.apply_gradients(strategy.optimizer, [(np.ones(2), w)])
-        else:
-            with pytest.raises(FailedPreconditionError, match="pull: a ps task serves others"):
-                strategy.pull()
-            with pytest.raises(FailedPreconditionError, match="expected a worker"):
-                strategy.apply_gradients(strategy.optimizer, [])
+@scenario()
+def test_wrong_gradients_change_nothing(strategy, server, pairs, message):
+    w = strategy.variable(np.zeros(2), name="w")
+    if training(server):
+        with pytest.raises(ValueError, match=message):
+            strategy.apply_gradients(strategy.optimizer, pairs(strategy, w))
+        with pytest.raises(ValueError, match="expected the optimizer of the strategy or"):
+            strategy.apply_gradients(strategies.SGD(1.0), [])
+        assert strategy.reports()[0].version == 0
+        server.cluster.workers.barrier()
+        strategy.apply_gradients(strategy.optimizer, [(np.ones(2), w)])
+    else:
+        with pytest.raises(FailedPreconditionError, match="pull: a ps task serves others"):
+            strategy.pull()
+        with pytest.raises(FailedPreconditionError, match="expected a worker"):
+            strategy.apply_gradients(strategy.optimizer, [])
 
-    body(world)
+
+@scenario()
+def test_a_call_names_the_optimizer_of_the_strategy_or_of_its_variables(strategy, server):
+    own = strategies.SGD(10.0)
+    w = strategy.variable(np.zeros(1), name="w")
+    table = strategy.variable(np.zeros(1), name="table", optimizer=own)
+    if not training(server):
+        return
+    gradient = np.ones(1)
+    with pytest.raises(ValueError, match=r"of all these variables, got another one \(SGD\)"):
+        strategy.apply_gradients(own, [(gradient, w), (gradient, table)])
+    server.cluster.workers.barrier()
+    strategy.apply_gradients(own, [(gradient, table)])
+    strategy.apply_gradients(strategy.optimizer, [(gradient, w), (gradient, table)])
+    server.cluster.workers.barrier()
+    strategy.pull()
+    count = server.cluster.workers.size
+    assert (w.value[0], table.value[0]) == (-count, -20 * count)
 
 
 @scenario(ps=1)
@@ -584,49 +579,49 @@ def test_a_ps_refuses_two_gradients_for_one_variable(strategy, server):
         told = {"worker": server.cluster.comm.rank, "version": 0, "parts": [[0, False, None]] * 2}
         with pytest.raises(InvalidArgumentError, match=r"given twice \(variable: w\)"):
             server.service.request(place, "push", told, [np.ones(2)] * 2)
+        for version in (-1, 1):
+            told = {"worker": server.cluster.comm.rank, "version": version, "parts": []}
+            why = rf"no such version, expected 0 .. 0, got {version} \(worker: task "
+            with pytest.raises(InvalidArgumentError, match=why):
+                server.service.request(place, "push", told)
         strategy.pull()
         assert w.value.tolist() == [0, 0]
 
 
-def test_wrong_use_on_one_task_is_an_error_on_all(world):
-    if world.size == 1:
-        return
+@pytest.mark.several
+def test_wrong_use_on_one_task_is_an_error_on_all(comm):
+    last = comm.rank == comm.size - 1
+    with opened(comm) as server:
 
-    def run(comm):
-        last = comm.rank == comm.size - 1
-        with opened(comm) as server:
+        def make(**options):
+            return ParameterServerStrategy(server, strategies.SGD(1.0), **options)
 
-            def make(**options):
-                return ParameterServerStrategy(server, strategies.SGD(1.0), **options)
-
-            with pytest.raises(ValueError, match="bad warmup_steps"):
-                make(warmup_steps=-1 if last else 0)
-            with pytest.raises(ValueError, match="bad timeout"):
-                make(timeout=0 if last else 1)
-            with pytest.raises((TypeError, ValueError), match="rate_scale"):
-                make(rate_scale=-1 if last else 0)
-            with pytest.raises(Exception, match="synchronous=True"):
-                make(synchronous=last)
-            with pytest.raises(TypeError, match="expected one of strategies.optimizers"):
-                ParameterServerStrategy(server, object() if last else strategies.SGD(1.0))
-            strategy = make()
-            with pytest.raises(FailedPreconditionError, match=r"this name is taken.* shared_name="):
-                make()
-            make(shared_name="others")
-            with pytest.raises(Exception, match=r"float64 \(3,\)"):
-                strategy.variable(np.zeros(3 if last else 2))
-            with pytest.raises(KeyError if last else Exception, match="oh"):
-                strategy.variable(broken if last else np.zeros(2))
-            w = strategy.variable(np.full(2, comm.rank), dtype=np.float32, name="w")
-            with pytest.raises(ValueError, match="this name is taken"):
-                strategy.variable(np.zeros(2), name="w")
-            # The chief's value counts.
+        with pytest.raises(ValueError, match="bad warmup_steps"):
+            make(warmup_steps=-1 if last else 0)
+        with pytest.raises(ValueError, match="bad timeout"):
+            make(timeout=0 if last else 1)
+        with pytest.raises((TypeError, ValueError), match="rate_scale"):
+            make(rate_scale=-1 if last else 0)
+        with pytest.raises(Exception, match="synchronous=True"):
+            make(synchronous=last)
+        with pytest.raises(TypeError, match="expected one of strategies.optimizers"):
+            ParameterServerStrategy(server, object() if last else strategies.SGD(1.0))
+        strategy = make()
+        with pytest.raises(FailedPreconditionError, match=r"this name is taken.* shared_name="):
+            make()
+        make(shared_name="others")
+        with pytest.raises(Exception, match=r"float64 \(3,\)"):
+            strategy.variable(np.zeros(3 if last else 2))
+        with pytest.raises(KeyError if last else Exception, match="oh"):
+            strategy.variable(broken if last else np.zeros(2))
+        w = strategy.variable(np.full(2, comm.rank), dtype=np.float32, name="w")
+        with pytest.raises(ValueError, match="this name is taken"):
+            strategy.variable(np.zeros(2), name="w")
+        # The chief's value counts.
+        assert w.value.tolist() == [server.cluster.training_ranks[0]] * 2
+        if training(server):
+            strategy.pull()
             assert w.value.tolist() == [server.cluster.training_ranks[0]] * 2
-            if training(server):
-                strategy.pull()
-                assert w.value.tolist() == [server.cluster.training_ranks[0]] * 2
-
-    world.run(run)
 
 
 def broken():
@@ -644,9 +639,7 @@ def test_a_name_that_a_part_has_is_taken(strategy, server):
 @scenario(devices=["/cpu:0", "/cpu:1"], synchronous=True)
 def test_replicas_of_a_worker_push_together(strategy, server):
     w = strategy.variable(np.zeros(1))
-    if not training(server):
-        return
-    workers = server.cluster.workers
+    workers = only_workers(server)
     assert strategy.num_replicas_in_sync == 2 * workers.size
 
     def step():
@@ -667,31 +660,25 @@ def test_replicas_of_a_worker_push_together(strategy, server):
     assert len(list(strategy.distribute_datasets_from_function(dataset))) == 2
 
 
-@pytest.mark.parametrize("devices", [1, 2])
-def test_global_batches_are_cut_for_all_replicas_of_all_workers(world, devices):
-    @scenario(devices=[f"/cpu:{i}" for i in range(devices)])
-    def body(strategy, server):
-        if not training(server):
-            return
-        workers = server.cluster.workers
-        batch = np.arange(3 * devices * workers.size)
-        # Not collective: each has another number of batches.
-        for rows in strategy.distribute_dataset([batch] * (workers.rank + 1)):
-            for i, own in enumerate(strategy.local_results(rows)):
-                first = 3 * (i * workers.size + workers.rank)
-                assert own.tolist() == [first, first + 1, first + 2]
-        with pytest.raises(ValueError, match="expected policy 'data', got 'off'"):
-            strategy.distribute_dataset([batch], policy="off")
-
-    body(world)
+@pytest.mark.parametrize("devices", [["/cpu:0"], ["/cpu:0", "/cpu:1"]])
+@scenario()
+def test_global_batches_are_cut_for_all_replicas_of_all_workers(strategy, server, devices):
+    workers = only_workers(server)
+    batch = np.arange(3 * len(devices) * workers.size)
+    # Not collective: each has another number of batches.
+    for rows in strategy.distribute_dataset([batch] * (workers.rank + 1)):
+        for i, own in enumerate(strategy.local_results(rows)):
+            first = 3 * (i * workers.size + workers.rank)
+            assert own.tolist() == [first, first + 1, first + 2]
+    with pytest.raises(ValueError, match="expected policy 'data', got 'off'"):
+        strategy.distribute_dataset([batch], policy="off")
 
 
 @scenario()
 def test_many_variables_travel_in_one_message_each(strategy, server):
     variables = [strategy.variable(np.full(3, i, np.float32)) for i in range(60)]
     big = strategy.variable(np.zeros(100_000))
-    if not training(server):
-        return
+    only_workers(server)
     grads = [(np.ones(v.shape, v.dtype), v) for v in (*variables, big)]
     in_turn(server, lambda: strategy.apply_gradients(strategy.optimizer, grads))
     strategy.pull()
@@ -706,8 +693,7 @@ def test_many_variables_travel_in_one_message_each(strategy, server):
 @scenario()
 def test_values_that_were_taken_do_not_change(strategy, server):
     w = strategy.variable(np.zeros(50_000))
-    if not training(server):
-        return
+    only_workers(server)
     for step in range(3):
         before = w.value
         kept = before.copy()
@@ -720,24 +706,13 @@ def test_values_that_were_taken_do_not_change(strategy, server):
 @scenario()
 def test_two_threads_of_a_worker_push(strategy, server):
     w = strategy.variable(np.zeros(1))
-    if not training(server):
-        return
-    errors = []
+    only_workers(server)
 
-    def push():
-        try:
-            for _ in range(5):
-                strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
-        except OpError as error:
-            errors.append(error)
+    def push(count):
+        for _ in range(count):
+            strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
 
-    threads = [threading.Thread(target=push) for _ in range(2)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive()
-    assert not errors
+    together(push, [5, 5])
     server.cluster.workers.barrier()
     strategy.pull()
     assert w.value[0] == -10 * server.cluster.workers.size

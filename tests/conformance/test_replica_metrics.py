@@ -31,30 +31,27 @@ def taken(kind):
 
 
 @pytest.mark.parametrize("kind", ["numpy", "torch", "jax", "one program"])
-def test_means_and_sums_are_over_all_rows_of_all_replicas(world, kind):
-    def check(comm):
-        strategy, array = make(kind, comm), taken(kind)
-        loss, accuracy = (MeanMetric(strategy, name) for name in ("loss", "accuracy"))
-        rows = SumMetric(strategy, "rows")
+def test_means_and_sums_are_over_all_rows_of_all_replicas(comm, kind):
+    strategy, array = make(kind, comm), taken(kind)
+    loss, accuracy = (MeanMetric(strategy, name) for name in ("loss", "accuracy"))
+    rows = SumMetric(strategy, "rows")
 
-        def step(x):
-            loss.update(x)
-            count = x.shape[0]
-            accuracy.update((x > 2).sum() / max(count, 1) if count else math.nan, examples=count)
-            rows.update(count)
+    def step(x):
+        loss.update(x)
+        count = x.shape[0]
+        accuracy.update((x > 2).sum() / max(count, 1) if count else math.nan, examples=count)
+        rows.update(count)
 
-        for _ in range(2):
-            for x in strategy.distribute_dataset(map(array, BATCHES)):
-                strategy.run(step, args=(x,))
-            assert loss.result() == pytest.approx(ALL.mean(), rel=1e-6)
-            assert accuracy.result() == pytest.approx((ALL > 2).mean(), rel=1e-6)
-            assert rows.result() == len(ALL)
-            for metric in (loss, accuracy, rows):
-                metric.reset()
-        assert math.isnan(loss.result())
-        assert rows.result() == 0
-
-    world.run(check)
+    for _ in range(2):
+        for x in strategy.distribute_dataset(map(array, BATCHES)):
+            strategy.run(step, args=(x,))
+        assert loss.result() == pytest.approx(ALL.mean(), rel=1e-6)
+        assert accuracy.result() == pytest.approx((ALL > 2).mean(), rel=1e-6)
+        assert rows.result() == len(ALL)
+        for metric in (loss, accuracy, rows):
+            metric.reset()
+    assert math.isnan(loss.result())
+    assert rows.result() == 0
 
 
 def test_wrong_numbers_of_rows_and_names_that_are_taken():
@@ -73,11 +70,8 @@ def test_half_precision_is_added_up_in_single():
     assert metric.result() == 2.0
 
 
-def test_replicas_that_are_not_in_step_have_no_metrics(world):
-    def check(comm):
-        with strategies.SpareReplicaStrategy(comm=comm) as strategy:
-            for kind in (MeanMetric, SumMetric):
-                with pytest.raises(ValueError, match="of a SpareReplicaStrategy are not in step"):
-                    kind(strategy, "loss")
-
-    world.run(check)
+def test_replicas_that_are_not_in_step_have_no_metrics(comm):
+    with strategies.SpareReplicaStrategy(comm=comm) as strategy:
+        for kind in (MeanMetric, SumMetric):
+            with pytest.raises(ValueError, match="of a SpareReplicaStrategy are not in step"):
+                kind(strategy, "loss")

@@ -7,7 +7,7 @@ import pytest
 
 import strategies
 from requirements import installed
-from served import cluster_test, in_turn, training
+from served import in_turn, only_workers, scenario
 from strategies.variables.partition import fixed_shards
 
 SHAPE = (3000, 4)
@@ -27,83 +27,75 @@ def received(server, action):
     return channel.received - before
 
 
-def test_copies_are_right_whatever_has_changed_them(world):
-    def body(strategy, server):
-        table = strategy.variable(start(), name="table")
-        other = strategy.variable(np.ones(3), name="other")
-        if not training(server):
-            return
-        workers, optimizer = server.cluster.workers, strategy.optimizer
-        expected = start()
+@scenario(partitioner=fixed_shards(2))
+def test_copies_are_right_whatever_has_changed_them(strategy, server):
+    table = strategy.variable(start(), name="table")
+    other = strategy.variable(np.ones(3), name="other")
+    workers, optimizer = only_workers(server), strategy.optimizer
+    expected = start()
 
-        def rows_of(worker):
-            return strategies.Rows([worker, 2999, 7, 7], np.full((4, 4), worker + 1, np.float32))
+    def rows_of(worker):
+        return strategies.Rows([worker, 2999, 7, 7], np.full((4, 4), worker + 1, np.float32))
 
-        def push():
-            shown = table.value
-            before = shown.copy()
-            pairs = [(rows_of(workers.rank), table)]
-            assert received(server, lambda: strategy.apply_gradients(optimizer, pairs)) < FEW
-            np.testing.assert_array_equal(shown, before)  # whoever has an array keeps it
+    def push():
+        shown = table.value
+        before = shown.copy()
+        pairs = [(rows_of(workers.rank), table)]
+        assert received(server, lambda: strategy.apply_gradients(optimizer, pairs)) < FEW
+        np.testing.assert_array_equal(shown, before)  # whoever has an array keeps it
 
-        def follow(worker):
-            rows = rows_of(worker)
-            np.subtract.at(expected, rows.indices, rows.values)
+    def follow(worker):
+        rows = rows_of(worker)
+        np.subtract.at(expected, rows.indices, rows.values)
 
-        in_turn(server, push)
-        for worker in range(workers.rank + 1):
-            follow(worker)
-        np.testing.assert_allclose(table.value, expected, rtol=1e-6)
-        for worker in range(workers.rank + 1, workers.size):
-            follow(worker)
-        assert received(server, strategy.pull) < FEW
-        np.testing.assert_allclose(table.value, expected, rtol=1e-6)
-        workers.barrier()
-        # All rows, by a gradient and by a value; the other variable's three numbers alone.
-        ones = np.ones(SHAPE, np.float32)
-        if server.cluster.is_chief:
-            strategy.apply_gradients(optimizer, [(ones, table)])
-        workers.barrier()
-        strategy.pull()
-        np.testing.assert_allclose(table.value, expected - 1, rtol=1e-5, atol=1e-6)
-        workers.barrier()
-        if server.cluster.is_chief:
-            table.assign(ones)
-        workers.barrier()
-        strategy.pull()
-        np.testing.assert_array_equal(table.value, ones)
-        workers.barrier()
-        in_turn(server, lambda: strategy.apply_gradients(optimizer, [(np.ones(3), other)]))
-        assert received(server, strategy.pull) < FEW
-        np.testing.assert_array_equal(table.value, ones)
-        np.testing.assert_array_equal(other.value, 1.0 - workers.size)
-        workers.barrier()
-
-    cluster_test(body, partitioner=fixed_shards(2))(world)
+    in_turn(server, push)
+    for worker in range(workers.rank + 1):
+        follow(worker)
+    np.testing.assert_allclose(table.value, expected, rtol=1e-6)
+    for worker in range(workers.rank + 1, workers.size):
+        follow(worker)
+    assert received(server, strategy.pull) < FEW
+    np.testing.assert_allclose(table.value, expected, rtol=1e-6)
+    workers.barrier()
+    # All rows, by a gradient and by a value; the other variable's three numbers alone.
+    ones = np.ones(SHAPE, np.float32)
+    if server.cluster.is_chief:
+        strategy.apply_gradients(optimizer, [(ones, table)])
+    workers.barrier()
+    strategy.pull()
+    np.testing.assert_allclose(table.value, expected - 1, rtol=1e-5, atol=1e-6)
+    workers.barrier()
+    if server.cluster.is_chief:
+        table.assign(ones)
+    workers.barrier()
+    strategy.pull()
+    np.testing.assert_array_equal(table.value, ones)
+    workers.barrier()
+    in_turn(server, lambda: strategy.apply_gradients(optimizer, [(np.ones(3), other)]))
+    assert received(server, strategy.pull) < FEW
+    np.testing.assert_array_equal(table.value, ones)
+    np.testing.assert_array_equal(other.value, 1.0 - workers.size)
+    workers.barrier()
 
 
-def test_a_loaded_state_reaches_all_copies(world):
-    def body(strategy, server):
-        table = strategy.variable(start(), name="table")
-        if not training(server):
-            return
-        workers = server.cluster.workers
-        rows = strategies.Rows([5], np.ones((1, 4), np.float32))
-        if server.cluster.is_chief:
-            state = strategy.state_dict()
-            strategy.apply_gradients(strategy.optimizer, [(rows, table)])
-        workers.barrier()
-        strategy.pull()
-        assert not np.array_equal(table.value, start())
-        workers.barrier()
-        if server.cluster.is_chief:
-            strategy.load_state_dict(state)
-        workers.barrier()
-        strategy.pull()
-        np.testing.assert_array_equal(table.value, start())
-        workers.barrier()
-
-    cluster_test(body)(world)
+@scenario()
+def test_a_loaded_state_reaches_all_copies(strategy, server):
+    table = strategy.variable(start(), name="table")
+    workers = only_workers(server)
+    rows = strategies.Rows([5], np.ones((1, 4), np.float32))
+    if server.cluster.is_chief:
+        state = strategy.state_dict()
+        strategy.apply_gradients(strategy.optimizer, [(rows, table)])
+    workers.barrier()
+    strategy.pull()
+    assert not np.array_equal(table.value, start())
+    workers.barrier()
+    if server.cluster.is_chief:
+        strategy.load_state_dict(state)
+    workers.barrier()
+    strategy.pull()
+    np.testing.assert_array_equal(table.value, start())
+    workers.barrier()
 
 
 def of_torch(strategy):
@@ -147,30 +139,26 @@ def of_jax(strategy):
 
 @pytest.mark.parametrize("make", [of_torch, of_jax])
 @pytest.mark.parametrize("synchronous", [False, True])
-def test_models_with_sparse_embeddings_get_rows(world, make, synchronous):
-    def body(strategy, server):
-        step, first = make(strategy)
-        if not training(server):
-            return
-        workers = server.cluster.workers
-        first()
-        workers.barrier()
-        found: list = []
+@scenario(optimizer=lambda: None)
+def test_models_with_sparse_embeddings_get_rows(strategy, server, make, synchronous):
+    step, first = make(strategy)
+    workers = only_workers(server)
+    first()
+    workers.barrier()
+    found: list = []
 
-        def push():
-            ids = [workers.rank, 100, 100]
-            assert received(server, lambda: found.append(step(ids))) < FEW
+    def push():
+        ids = [workers.rank, 100, 100]
+        assert received(server, lambda: found.append(step(ids))) < FEW
 
-        if synchronous:
-            push()
-            seen, share = range(workers.size), 1 / workers.size
-        else:
-            in_turn(server, push)
-            seen, share = range(workers.rank + 1), 1.0
-        expected = start()
-        for worker in seen:
-            np.subtract.at(expected, [worker, 100, 100], np.float32(share))
-        np.testing.assert_allclose(found[0], expected, rtol=0, atol=1e-5)
-        workers.barrier()
-
-    cluster_test(body, optimizer=lambda: None, synchronous=synchronous)(world)
+    if synchronous:
+        push()
+        seen, share = range(workers.size), 1 / workers.size
+    else:
+        in_turn(server, push)
+        seen, share = range(workers.rank + 1), 1.0
+    expected = start()
+    for worker in seen:
+        np.subtract.at(expected, [worker, 100, 100], np.float32(share))
+    np.testing.assert_allclose(found[0], expected, rtol=0, atol=1e-5)
+    workers.barrier()

@@ -10,7 +10,7 @@ import pytest
 
 import collectives as cc
 import strategies
-from served import LIMIT, in_turn, opened, scenario, training
+from served import LIMIT, in_turn, only_workers, opened, scenario, training
 from strategies.errors import FailedPreconditionError
 from strategies.parameter_server import ParameterServerStrategy
 
@@ -48,43 +48,38 @@ def train(strategy, steps):
         )
 
 
+@pytest.mark.several
 @pytest.mark.parametrize("parts", [1, 3], ids=["in one part then", "in as many parts"])
-def test_training_goes_on_from_a_state_bit_for_bit(world, parts, tmp_path):
-    def run(comm):
-        with opened(comm) as server:
-            first = made(server, "first", 3, synchronous=True, warmup_steps=1)
-            second = made(server, "second", parts, synchronous=True, warmup_steps=1)
-            if not training(server):
-                return
-            workers = server.cluster.workers
-            train(first, range(1 if not first.is_chief else 4))  # others wait for the warm-up
-            if not first.is_chief:
-                train(first, range(1, 4))
-            workers.barrier()
-            if first.is_chief:
-                with strategies.CheckpointManager(tmp_path / "run") as checkpoints:
-                    checkpoints.save(first.state_dict(), step=4)
-                    second.load_state_dict(checkpoints.restore_or_none().tensors)
-            workers.barrier()
-            second.pull()
-            for strategy in (first, second):
-                train(strategy, range(4, 7))
-            for name, variable in first.variables.items():
-                other = second.variables[name].value
-                np.testing.assert_array_equal(other, variable.value)
-            assert [r.version for r in second.reports()] == [r.version for r in first.reports()]
-            workers.barrier()
-
-    if world.size > 1:
-        world.run(run)
+def test_training_goes_on_from_a_state_bit_for_bit(comm, parts, tmp_path):
+    with opened(comm) as server:
+        first = made(server, "first", 3, synchronous=True, warmup_steps=1)
+        second = made(server, "second", parts, synchronous=True, warmup_steps=1)
+        if not training(server):
+            return
+        workers = server.cluster.workers
+        train(first, range(1 if not first.is_chief else 4))  # others wait for the warm-up
+        if not first.is_chief:
+            train(first, range(1, 4))
+        workers.barrier()
+        if first.is_chief:
+            with strategies.CheckpointManager(tmp_path / "run") as checkpoints:
+                checkpoints.save(first.state_dict(), step=4)
+                second.load_state_dict(checkpoints.restore_or_none().tensors)
+        workers.barrier()
+        second.pull()
+        for strategy in (first, second):
+            train(strategy, range(4, 7))
+        for name, variable in first.variables.items():
+            other = second.variables[name].value
+            np.testing.assert_array_equal(other, variable.value)
+        assert [r.version for r in second.reports()] == [r.version for r in first.reports()]
+        workers.barrier()
 
 
 @scenario(warmup_steps=2, rate_scale=10.0)
 def test_a_state_of_the_warm_up_is_warmed_up_from_there(strategy, server):
     w = strategy.variable(np.zeros(1))
-    if not training(server):
-        return
-    workers = server.cluster.workers
+    workers = only_workers(server)
 
     def push():
         strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
@@ -144,8 +139,8 @@ def test_a_state_has_names_and_shapes(strategy, server):
 
 
 WRONG = [
-    (lambda s: s.pop("variable/w"), "a name is missing, expected 'variable/w'"),
-    (lambda s: s.pop("optimizer/momentum/w"), "missing, expected 'optimizer/momentum/w'"),
+    (lambda s: s.pop("variable/w"), "the state has no 'variable/w', expected that of"),
+    (lambda s: s.pop("optimizer/momentum/w"), "has no 'optimizer/momentum/w', expected"),
     (lambda s: s.update(more=np.ones(1)), r"unknown names, .* got \['more'\]"),
     (lambda s: s.update({"variable/w": np.ones(4)}), "expected float64 of shape .3,., got"),
     (lambda s: s.update({"variable/w": np.ones(3, np.float32)}), "got float32 of shape"),
@@ -156,24 +151,20 @@ WRONG = [
 
 
 @pytest.mark.parametrize(("damage", "message"), WRONG)
-def test_a_state_that_does_not_fit_changes_nothing(world, damage, message):
-    @scenario(optimizer=lambda: strategies.Momentum(1.0, 0.5))
-    def body(strategy, server):
-        strategy.variable(np.arange(3.0), name="w")
-        if not training(server):
-            return
-        before = strategy.state_dict()
-        state = {name: value.copy() for name, value in before.items()}
-        state["variable/w"] += 1
-        damage(state)
-        with pytest.raises(ValueError, match=message):
-            strategy.load_state_dict(state)
-        after = strategy.state_dict()
-        assert before.keys() == after.keys()
-        for name in before:
-            np.testing.assert_array_equal(before[name], after[name])
-
-    body(world)
+@scenario(optimizer=lambda: strategies.Momentum(1.0, 0.5))
+def test_a_state_that_does_not_fit_changes_nothing(strategy, server, damage, message):
+    strategy.variable(np.arange(3.0), name="w")
+    only_workers(server)
+    before = strategy.state_dict()
+    state = {name: value.copy() for name, value in before.items()}
+    state["variable/w"] += 1
+    damage(state)
+    with pytest.raises(ValueError, match=message):
+        strategy.load_state_dict(state)
+    after = strategy.state_dict()
+    assert before.keys() == after.keys()
+    for name in before:
+        np.testing.assert_array_equal(before[name], after[name])
 
 
 @scenario(synchronous=True)
@@ -210,6 +201,7 @@ def test_a_state_is_not_loaded_between_gradients_of_one_update(strategy, server)
     workers.barrier()
 
 
+@pytest.mark.several
 @pytest.mark.parametrize(
     ("compression", "sums"),
     [
@@ -223,33 +215,29 @@ def test_a_state_is_not_loaded_between_gradients_of_one_update(strategy, server)
     ],
     ids=["NONE", "none", "bfloat16", "float16", "feedback"],
 )
-def test_gradients_travel_as_16_bits(world, compression, sums):
-    def run(comm):
-        with opened(comm) as server:
-            strategy = ParameterServerStrategy(
-                server,
-                strategies.SGD(1.0),
-                synchronous=True,
-                compression=compression() if callable(compression) else compression,
-                value_compression=None,
-                partitioner=lambda shape, dtype: [2],
+def test_gradients_travel_as_16_bits(comm, compression, sums):
+    with opened(comm) as server:
+        strategy = ParameterServerStrategy(
+            server,
+            strategies.SGD(1.0),
+            synchronous=True,
+            compression=compression() if callable(compression) else compression,
+            value_compression=None,
+            partitioner=lambda shape, dtype: [2],
+        )
+        w = strategy.variable(np.zeros(40_000, np.float32), name="w")
+        few = strategy.variable(np.zeros(3, np.float32), name="few")
+        number = strategy.variable(np.zeros(2), name="float64")
+        if not training(server):
+            return
+        for total in sums:
+            strategy.apply_gradients(
+                strategy.optimizer,
+                [(np.full(v.shape, 1 + 2**-9, v.dtype), v) for v in (w, few, number)],
             )
-            w = strategy.variable(np.zeros(40_000, np.float32), name="w")
-            few = strategy.variable(np.zeros(3, np.float32), name="few")
-            number = strategy.variable(np.zeros(2), name="float64")
-            if not training(server):
-                return
-            for total in sums:
-                strategy.apply_gradients(
-                    strategy.optimizer,
-                    [(np.full(v.shape, 1 + 2**-9, v.dtype), v) for v in (w, few, number)],
-                )
-                for variable in (w, few, number):
-                    assert (variable.value == -total).all(), variable
-            server.cluster.workers.barrier()
-
-    if world.size > 1:
-        world.run(run)
+            for variable in (w, few, number):
+                assert (variable.value == -total).all(), variable
+        server.cluster.workers.barrier()
 
 
 @scenario(synchronous=True, compression=cc.BF16.with_feedback(), value_compression=cc.BF16)
@@ -258,8 +246,7 @@ def test_rows_and_values_travel_as_16_bits(strategy, server):
     table = strategy.variable(start, name="table", resident=False)
     w = strategy.variable(start, name="w")
     count = strategy.variable(np.int64(1 << 40), name="count")
-    if not training(server):
-        return
+    only_workers(server)
     strategy.pull()
     np.testing.assert_array_equal(w.value, start)  # nothing has changed, and nothing travels
     server.cluster.workers.barrier()
@@ -284,6 +271,7 @@ def test_rows_and_values_travel_as_16_bits(strategy, server):
     server.cluster.workers.barrier()
 
 
+@pytest.mark.several
 @pytest.mark.parametrize(
     ("options", "message"),
     [
@@ -292,10 +280,6 @@ def test_rows_and_values_travel_as_16_bits(strategy, server):
         ({"value_compression": cc.FP16.with_feedback()}, "feedback is for gradients"),
     ],
 )
-def test_compression_of_no_use_is_an_error_on_all(world, options, message):
-    def run(comm):
-        with opened(comm) as server, pytest.raises(ValueError, match=message):
-            ParameterServerStrategy(server, strategies.SGD(1.0), **options)
-
-    if world.size > 1:
-        world.run(run)
+def test_compression_of_no_use_is_an_error_on_all(comm, options, message):
+    with opened(comm) as server, pytest.raises(ValueError, match=message):
+        ParameterServerStrategy(server, strategies.SGD(1.0), **options)

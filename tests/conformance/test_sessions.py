@@ -3,11 +3,13 @@
 from __future__ import annotations
 
 import contextlib
-import tempfile
+import signal
+import threading
 import time
 
 import numpy as np
 import pytest
+from calls import folder_of, status_of
 
 import collectives as cc
 import strategies
@@ -15,11 +17,6 @@ from strategies import errors
 from strategies.checkpoint import Saver, checkpoint
 from strategies.elastic import Preemption
 from strategies.session import TrainingSession, hooks
-
-
-def folder_of(comm):
-    """A new folder, the same on all ranks."""
-    return comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None)
 
 
 def parts(comm, folder=None):
@@ -30,70 +27,55 @@ def parts(comm, folder=None):
     return weights, checkpoints, Saver(checkpoints, weights=weights)
 
 
-def status_of(program):
-    """The exit status with which a program leaves."""
-    with pytest.raises(SystemExit) as left:
-        program()
-    return left.value.code
-
-
 def steps_in(folder):
     return [int(path.name.removeprefix("step-")) for path in checkpoint.list_steps(folder)]
 
 
-def test_one_rank_stops_all_at_the_same_step(world):
-    def run(comm):
-        with TrainingSession(comm=comm) as session:
+def test_one_rank_stops_all_at_the_same_step(comm):
+    with TrainingSession(comm=comm) as session:
+        while not session.should_stop():
+            session.run(comm.allreduce, 1.0, op=cc.SUM)
+            if session.step == 3 and comm.rank == comm.size - 1:
+                session.request_stop()
+    assert comm.allgather_object(session.step) == [4] * comm.size
+
+
+def test_all_go_on_where_they_were_saved(comm):
+    folder = folder_of(comm)
+    for last in (3, 5):
+        weights, checkpoints, saver = parts(comm, folder)
+        around = [hooks.StopAtStep(last)]
+        with checkpoints, TrainingSession(saver, save_steps=2, hooks=around) as session:
+            assert weights.tolist() == [session.step] * 2
             while not session.should_stop():
-                session.run(comm.allreduce, 1.0, op=cc.SUM)
-                if session.step == 3 and comm.rank == comm.size - 1:
-                    session.request_stop()
-        assert comm.allgather_object(session.step) == [4] * comm.size
-
-    world.run(run)
-
-
-def test_all_go_on_where_they_were_saved(world):
-    def run(comm):
-        folder = folder_of(comm)
-        for last in (3, 5):
-            weights, checkpoints, saver = parts(comm, folder)
-            around = [hooks.StopAtStep(last)]
-            with checkpoints, TrainingSession(saver, save_steps=2, hooks=around) as session:
-                assert weights.tolist() == [session.step] * 2
-                while not session.should_stop():
-                    session.run(weights.__iadd__, comm.allreduce(np.ones(2)))
-            assert weights.tolist() == [last] * 2
-        assert steps_in(folder) == [0, 2, 3, 5]
-
-    world.run(run)
+                session.run(weights.__iadd__, comm.allreduce(np.ones(2)))
+        assert weights.tolist() == [last] * 2
+    assert steps_in(folder) == [0, 2, 3, 5]
 
 
 @pytest.mark.parametrize("rank", [0, -1])
-@pytest.mark.parametrize("grace", [None, 0.5])
-def test_any_rank_may_be_asked_and_all_leave_after_one_step(world, rank, grace):
-    def run(comm):
-        weights, checkpoints, saver = parts(comm)
-        preemption = Preemption(signals=(), grace_seconds=grace)
-        session = TrainingSession(saver, preemption=preemption)
+# Long enough for a step where other programs use all cores.
+@pytest.mark.parametrize("grace", [None, 1.5])
+def test_any_rank_may_be_asked_and_all_leave_after_one_step(comm, rank, grace):
+    weights, checkpoints, saver = parts(comm)
+    preemption = Preemption(signals=(), grace_seconds=grace)
+    session = TrainingSession(saver, preemption=preemption)
 
-        def step():
-            weights.__iadd__(comm.allreduce(np.ones(2)))
-            if session.step == 2 and comm.rank == rank % comm.size:
-                preemption.request()
+    def step():
+        weights.__iadd__(comm.allreduce(np.ones(2)))
+        if session.step == 2 and comm.rank == rank % comm.size:
+            preemption.request()
 
-        def program():
-            with preemption, checkpoints, session:
-                while not session.should_stop():
-                    session.run(step)
+    def program():
+        with preemption, checkpoints, session:
+            while not session.should_stop():
+                session.run(step)
 
-        assert status_of(program) == 85
-        (steps,) = {*comm.allgather_object(session.step)}
-        assert steps == 3 if grace is None else steps > 3
-        assert checkpoints.latest().name == f"step-{steps:06d}"
-        assert weights.tolist() == [steps] * 2
-
-    world.run(run)
+    assert status_of(program) == 85
+    (steps,) = {*comm.allgather_object(session.step)}
+    assert steps == 3 if grace is None else steps > 3
+    assert checkpoints.latest().name == f"step-{steps:06d}"
+    assert weights.tolist() == [steps] * 2
 
 
 @pytest.mark.parametrize("kind", [ValueError, errors.OutOfRangeError, errors.UnavailableError])
@@ -129,154 +111,153 @@ def test_an_error_of_one_rank_is_one_of_all(world, kind, where):
     world.run(run)
 
 
-def test_after_a_failure_of_one_rank_all_go_back(world):
-    def run(comm):
-        weights, checkpoints, saver = parts(comm)
-        failures = iter([errors.AbortedError("lost against another one")])
+def test_after_a_failure_of_one_rank_all_go_back(comm):
+    weights, checkpoints, saver = parts(comm)
+    failures = iter([errors.AbortedError("lost against another one")])
 
-        def step():
-            weights.__iadd__(comm.allreduce(np.ones(2)))
-            if session.step == 3 and comm.rank == comm.size - 1:
-                for error in failures:
-                    raise error
+    def step():
+        weights.__iadd__(comm.allreduce(np.ones(2)))
+        if session.step == 3 and comm.rank == comm.size - 1:
+            for error in failures:
+                raise error
 
-        around = [hooks.StopAtStep(5)]
-        with checkpoints, TrainingSession(saver, save_steps=2, hooks=around) as session:
-            while not session.should_stop():
-                session.run(step)
-        assert weights.tolist() == [5, 5]
-        assert session.step == 5
-
-    world.run(run)
+    around = [hooks.StopAtStep(5)]
+    with checkpoints, TrainingSession(saver, save_steps=2, hooks=around) as session:
+        while not session.should_stop():
+            session.run(step)
+    assert weights.tolist() == [5, 5]
+    assert session.step == 5
 
 
-def test_the_chief_alone_saves_for_ranks_in_step(world):
+def test_the_chief_alone_saves_for_ranks_in_step(comm):
     """As with synchronous parameter servers, whose chief can save all of the state."""
-
-    def run(comm):
-        folder = folder_of(comm)
-        for last in (2, 4):
-            weights = np.zeros(1)
-            manager = strategies.CheckpointManager(folder)
-            saver = Saver(manager, weights=weights)
-            around = [hooks.StopAtStep(last)]
-            with manager, TrainingSession(saver, comm, save_steps=1, hooks=around) as session:
-                assert session.step == last - 2
-                while not session.should_stop():
-                    session.run(weights.__iadd__, 1)
-            comm.barrier()
-        assert steps_in(folder) == [0, 1, 2, 3, 4]
-        assert weights.tolist() == [4 if comm.rank == 0 else 2]
-
-    world.run(run)
-
-
-def test_ranks_that_are_not_in_step_wait_for_each_other_at_the_end_alone(world):
-    def run(comm):
-        folder = folder_of(comm)
+    folder = folder_of(comm)
+    for last in (2, 4):
         weights = np.zeros(1)
-        saver = Saver(strategies.CheckpointManager(folder), weights=weights)
-        own = hooks.StopAtStep(3 + comm.rank)
-        with saver.checkpoints, TrainingSession(
-            saver, comm, in_step=False, save_steps=2, hooks=[own]
-        ) as session:  # fmt: skip
+        manager = strategies.CheckpointManager(folder)
+        saver = Saver(manager, weights=weights)
+        around = [hooks.StopAtStep(last)]
+        with manager, TrainingSession(saver, comm, save_steps=1, hooks=around) as session:
+            assert session.step == last - 2
             while not session.should_stop():
-                session.run(lambda: weights.__iadd__(1))
-        assert session.step == 3 + comm.rank
-        assert steps_in(folder) == [0, 2, 3]
-
-    world.run(run)
-
-
-def test_ranks_that_are_not_in_step_are_told_by_a_note(world):
-    def run(comm):
-        folder = folder_of(comm)
-        saver = Saver(strategies.CheckpointManager(folder), weights=np.zeros(1))
-        preemption = Preemption(comm, signals=())
-        session = TrainingSession(saver, comm, in_step=False, preemption=preemption)
-
-        def step():
-            time.sleep(0.001)
-            if session.step == 5 and comm.rank == comm.size - 1:
-                preemption.request()
-
-        def program():
-            limit = time.monotonic() + 20
-            with preemption, saver.checkpoints, session:
-                while not session.should_stop():
-                    assert time.monotonic() < limit, "nobody has told this rank"
-                    session.run(step)
-
-        assert status_of(program) == 85
+                session.run(weights.__iadd__, 1)
         comm.barrier()
-        assert len(steps_in(folder)) >= 2
-
-    world.run(run)
-
-
-def test_a_rank_outside_of_the_session_leaves_as_well(world):
-    """As a ps does, which only serves, and may be the one that is asked."""
-
-    def run(comm):
-        last = comm.rank == comm.size - 1
-        own = comm.split(int(last and comm.size > 1))
-        preemption = Preemption(comm, signals=())
-
-        def program():
-            with preemption:
-                if last:
-                    preemption.request()
-                if comm.size == 1 or not last:
-                    train()
-
-        def train():
-            limit = time.monotonic() + 20
-            with TrainingSession(comm=own, preemption=preemption) as session:
-                while not session.should_stop():
-                    assert time.monotonic() < limit, "nobody has told this rank"
-                    session.run(own.barrier)
-
-        assert status_of(program) == 85
-        own.close()
-
-    world.run(run)
+    assert steps_in(folder) == [0, 1, 2, 3, 4]
+    assert weights.tolist() == [4 if comm.rank == 0 else 2]
 
 
-def test_spare_replicas_are_asked_and_leave(world):
-    """Who stops first has left, so that nobody waits for its gradients; the others then end."""
+def test_ranks_that_are_not_in_step_wait_for_each_other_at_the_end_alone(comm):
+    folder = folder_of(comm)
+    weights = np.zeros(1)
+    saver = Saver(strategies.CheckpointManager(folder), weights=weights)
+    own = hooks.StopAtStep(3 + comm.rank)
+    with saver.checkpoints, TrainingSession(
+        saver, comm, in_step=False, save_steps=2, hooks=[own]
+    ) as session:  # fmt: skip
+        while not session.should_stop():
+            session.run(lambda: weights.__iadd__(1))
+    assert session.step == 3 + comm.rank
+    assert steps_in(folder) == [0, 2, 3]
 
-    def run(comm):
-        preemption = Preemption(comm, signals=())
-        optimizer = strategies.SGD(1.0)
-        seen = []
 
-        def program():
-            count = max(1, comm.size - 1)
-            with preemption, strategies.SpareReplicaStrategy(count, comm=comm) as strategy:
-                variable = strategy.variable(np.zeros(2), name="w")
+def test_ranks_that_are_not_in_step_are_told_by_a_note(comm):
+    folder = folder_of(comm)
+    saver = Saver(strategies.CheckpointManager(folder), weights=np.zeros(1))
+    preemption = Preemption(comm, signals=())
+    session = TrainingSession(saver, comm, in_step=False, preemption=preemption)
 
-                def step():
-                    assert time.monotonic() < limit, "nobody has told this rank"
-                    strategy.apply_gradients(optimizer, [(-np.ones(2), variable)])
-                    if strategy.local_step >= 5 and comm.rank == comm.size - 1:
-                        preemption.request()
+    def step():
+        time.sleep(0.001)
+        if session.step == 5 and comm.rank == comm.size - 1:
+            preemption.request()
 
-                with TrainingSession(
-                    comm=comm,
-                    in_step=False,
-                    global_step=lambda: strategy.local_step,
-                    preemption=preemption,
-                ) as session:
-                    with contextlib.suppress(errors.OutOfRangeError):
-                        while not session.should_stop():
-                            session.run(step)
-                    strategy.close()
-                seen.append((session.step, variable.value.tolist()))
-
+    def program():
         limit = time.monotonic() + 20
-        assert status_of(program) == 85
-        ((step, value),) = seen
-        assert value == [step] * 2
-        assert max(comm.allgather_object(step)) >= 5
+        with preemption, saver.checkpoints, session:
+            while not session.should_stop():
+                assert time.monotonic() < limit, "nobody has told this rank"
+                session.run(step)
 
-    world.run(run)
+    assert status_of(program) == 85
+    comm.barrier()
+    assert len(steps_in(folder)) >= 2
+
+
+def test_a_signal_that_is_listed_twice_gets_its_former_handler_back():
+    before = signal.getsignal(signal.SIGUSR2)
+    with Preemption(signals=(signal.SIGUSR2, signal.SIGUSR2)):
+        pass
+    assert signal.getsignal(signal.SIGUSR2) is before
+
+
+def test_an_invalid_signal_leaves_no_handler_and_no_thread(comm):
+    before = signal.getsignal(signal.SIGUSR2)
+    preemption = Preemption(comm, signals=(signal.SIGUSR2, 999))
+    is_main = threading.current_thread() is threading.main_thread()
+    # Other threads handle no signals, so nothing is wrong there.
+    refused = pytest.raises(ValueError, match="signal number out of range")
+    with refused if is_main else contextlib.nullcontext(), preemption:
+        pass
+    comm.barrier()
+    assert signal.getsignal(signal.SIGUSR2) is before
+    assert "unisono-preemption" not in [thread.name for thread in threading.enumerate()]
+
+
+def test_a_rank_outside_of_the_session_leaves_as_well(comm):
+    """As a ps does, which only serves, and may be the one that is asked."""
+    last = comm.rank == comm.size - 1
+    own = comm.split(int(last and comm.size > 1))
+    preemption = Preemption(comm, signals=())
+
+    def program():
+        with preemption:
+            if last:
+                preemption.request()
+            if comm.size == 1 or not last:
+                train()
+
+    def train():
+        limit = time.monotonic() + 20
+        with TrainingSession(comm=own, preemption=preemption) as session:
+            while not session.should_stop():
+                assert time.monotonic() < limit, "nobody has told this rank"
+                session.run(own.barrier)
+
+    assert status_of(program) == 85
+    own.close()
+
+
+def test_spare_replicas_are_asked_and_leave(comm):
+    """Who stops first has left, so that nobody waits for its gradients; the others then end."""
+    preemption = Preemption(comm, signals=())
+    optimizer = strategies.SGD(1.0)
+    seen = []
+
+    def program():
+        count = max(1, comm.size - 1)
+        with preemption, strategies.SpareReplicaStrategy(count, comm=comm) as strategy:
+            variable = strategy.variable(np.zeros(2), name="w")
+
+            def step():
+                assert time.monotonic() < limit, "nobody has told this rank"
+                strategy.apply_gradients(optimizer, [(-np.ones(2), variable)])
+                if strategy.local_step >= 5 and comm.rank == comm.size - 1:
+                    preemption.request()
+
+            with TrainingSession(
+                comm=comm,
+                in_step=False,
+                global_step=lambda: strategy.local_step,
+                preemption=preemption,
+            ) as session:
+                with contextlib.suppress(errors.OutOfRangeError):
+                    while not session.should_stop():
+                        session.run(step)
+                strategy.close()
+            seen.append((session.step, variable.value.tolist()))
+
+    limit = time.monotonic() + 20
+    assert status_of(program) == 85
+    ((step, value),) = seen
+    assert value == [step] * 2
+    assert max(comm.allgather_object(step)) >= 5

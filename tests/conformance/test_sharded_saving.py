@@ -7,12 +7,12 @@ import functools
 import json
 import os
 import shutil
-import tempfile
 from pathlib import Path
 
 import ml_dtypes
 import numpy as np
 import pytest
+from calls import folder_of
 
 import collectives as cc
 import strategies
@@ -22,11 +22,6 @@ from strategies.checkpoint import Box, Saver, Slice, checkpoint
 from strategies.core import atomic_io
 
 ROWS, COLUMNS = 61, 7
-
-
-def folder_of(comm):
-    """A new folder, the same on all ranks."""
-    return comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None)
 
 
 def wholes(seed=0):
@@ -81,59 +76,53 @@ def check(found, comm, seed=0):
 
 
 @pytest.mark.parametrize("background", [False, True])
-def test_every_rank_writes_its_part_and_reads_its_part(world, background):
-    def run(comm):
-        folder = folder_of(comm)
-        with strategies.CheckpointManager(
-            folder, comm, sharded=True, background=background, keep=2
-        ) as manager:
-            for step in (1, 2, 3):
-                tensors = held_by(comm.rank, comm.size, step)
-                path = manager.save(tensors, step=step, metadata={"epoch": comm.rank})
-                for array in tensors.values() if background else ():
-                    (array.array if isinstance(array, Slice) else array)[...] = 0
-            assert comm.allgather_object(str(path)) == [f"{folder}/step-000003"] * comm.size
-            found = manager.restore_or_none(slices=boxes_of(comm))
-        assert (found.step, found.metadata) == (3, {"epoch": 0})
-        check(found.tensors, comm, 3)
-        for rank in range(comm.size):
-            assert found.tensors[f"own/{rank}"].tolist() == [rank] * 3
-        assert sorted(os.listdir(folder)) == [".lock", "latest", "step-000002", "step-000003"]
-        sizes = json.loads((path / "manifest.json").read_text())["files"]
-        assert list(sizes) == [f"rank-{rank:05d}.safetensors" for rank in range(comm.size)]
-        # What all have is written once, by all.
-        assert max(sizes.values()) < 1.2 * min(sizes.values())
-        whole = checkpoint.restore(folder)  # by one process, without the slices
-        for name, array in wholes(3).items():
-            assert whole.tensors[name].tobytes() == array.tobytes()
-
-    world.run(run)
+def test_every_rank_writes_its_part_and_reads_its_part(comm, background):
+    folder = folder_of(comm)
+    with strategies.CheckpointManager(
+        folder, comm, sharded=True, background=background, keep=2
+    ) as manager:
+        for step in (1, 2, 3):
+            tensors = held_by(comm.rank, comm.size, step)
+            path = manager.save(tensors, step=step, metadata={"epoch": comm.rank})
+            for array in tensors.values() if background else ():
+                (array.array if isinstance(array, Slice) else array)[...] = 0
+        assert comm.allgather_object(str(path)) == [f"{folder}/step-000003"] * comm.size
+        found = manager.restore_or_none(slices=boxes_of(comm))
+    assert (found.step, found.metadata) == (3, {"epoch": 0})
+    check(found.tensors, comm, 3)
+    for rank in range(comm.size):
+        assert found.tensors[f"own/{rank}"].tolist() == [rank] * 3
+    assert sorted(os.listdir(folder)) == [".lock", "latest", "step-000002", "step-000003"]
+    sizes = json.loads((path / "manifest.json").read_text())["files"]
+    assert list(sizes) == [f"rank-{rank:05d}.safetensors" for rank in range(comm.size)]
+    # What all have is written once, by all.
+    assert max(sizes.values()) < 1.2 * min(sizes.values())
+    whole = checkpoint.restore(folder)  # by one process, without the slices
+    for name, array in wholes(3).items():
+        assert whole.tensors[name].tobytes() == array.tobytes()
 
 
-def test_other_numbers_of_ranks_go_on_with_the_same_bits(world):
-    def run(comm):
-        folder = folder_of(comm)
-        for size in (comm.size, 1, max(1, comm.size - 1), comm.size):
-            some = comm.split(0 if comm.rank < size else None)
-            if some is None:
-                continue
-            for sharded in (True, False):
-                with strategies.CheckpointManager(folder, some, sharded=sharded) as manager:
-                    if not os.path.exists(f"{folder}/step-000000"):
-                        some.barrier()
-                        manager.save(held_by(some.rank, some.size), step=0)
-                    found = manager.restore_or_none(slices=boxes_of(some)).tensors
-                    check(found, some)
-                    again = {
-                        name: Slice(found[name], box.start, wholes()[name].shape)
-                        for name, box in boxes_of(some).items()
-                    }
-                    if sharded or some.size == 1:
-                        manager.save({**found, **again}, step=1)
-                        check(manager.restore_or_none(slices=boxes_of(some)).tensors, some)
-        comm.barrier()
-
-    world.run(run)
+def test_other_numbers_of_ranks_go_on_with_the_same_bits(comm):
+    folder = folder_of(comm)
+    for size in (comm.size, 1, max(1, comm.size - 1), comm.size):
+        some = comm.split(0 if comm.rank < size else None)
+        if some is None:
+            continue
+        for sharded in (True, False):
+            with strategies.CheckpointManager(folder, some, sharded=sharded) as manager:
+                if not os.path.exists(f"{folder}/step-000000"):
+                    some.barrier()
+                    manager.save(held_by(some.rank, some.size), step=0)
+                found = manager.restore_or_none(slices=boxes_of(some)).tensors
+                check(found, some)
+                again = {
+                    name: Slice(found[name], box.start, wholes()[name].shape)
+                    for name, box in boxes_of(some).items()
+                }
+                if sharded or some.size == 1:
+                    manager.save({**found, **again}, step=1)
+                    check(manager.restore_or_none(slices=boxes_of(some)).tensors, some)
+    comm.barrier()
 
 
 def test_from_four_ranks_to_three_to_five(tmp_path):
@@ -218,78 +207,66 @@ DAMAGE = {
 
 
 @pytest.mark.parametrize("damage", DAMAGE)
-def test_a_damaged_shard_is_named_on_all_ranks(world, damage):
+def test_a_damaged_shard_is_named_on_all_ranks(comm, damage):
     act, kind, text = DAMAGE[damage]
-
-    def run(comm):
-        folder = folder_of(comm)
-        with strategies.CheckpointManager(folder, comm, sharded=True) as manager:
-            for step in (1, 2):
-                manager.save(held_by(comm.rank, comm.size, step), step=step)
-            path = Path(folder) / "step-000002"
-            name = f"rank-{comm.size - 1:05d}.safetensors"
-            if comm.rank == 0:
-                act(path / name)
-            comm.barrier()
-            with pytest.raises(kind, match=f"{text}.*{name}") as caught:
-                manager.restore_or_none(path)
-            assert type(caught.value) is kind
-            if damage != "flipped byte":  # what can be seen without reading all is passed over
-                check(manager.restore_or_none(slices=boxes_of(comm)).tensors, comm, 1)
-            manager.save(held_by(comm.rank, comm.size, 3), step=3)
-            check(manager.restore_or_none(slices=boxes_of(comm)).tensors, comm, 3)
-
-    world.run(run)
-
-
-def test_wrong_calls_are_errors_on_all_ranks_and_leave_nothing(world):
-    def run(comm):
-        folder = folder_of(comm)
-        last = comm.rank == comm.size - 1
-        with strategies.CheckpointManager(folder, comm, sharded=True) as manager:
-            bad = np.array([object()]) if last else np.ones(1)
-            with pytest.raises(errors.InvalidArgumentError, match="unsupported array.*tensor: w"):
-                manager.save({"w": bad}, step=1)
-            with pytest.raises(errors.InvalidArgumentError, match="all but 2 of .*tensor: w"):
-                manager.save(
-                    {"w": Slice(np.ones(2), (2 * comm.rank,), (2 * comm.size + 2,))}, step=1
-                )
-            if comm.size > 1:
-                with pytest.raises(errors.InvalidArgumentError, match=r"ranks differ.*tensor: w"):
-                    manager.save({"w": np.ones(2 + last)}, step=1)
-                with pytest.raises(cc.MismatchError, match="step 1 on rank 0, step 2 on rank"):
-                    manager.save({"w": np.ones(2)}, step=1 + last)
-            manager.save({"w": np.ones(4)}, step=1)
-            with pytest.raises(errors.InvalidArgumentError, match=r"inside of \[4\].*tensor: w"):
-                manager.restore_or_none(slices={"w": Box((3 if last else 0,), (2,))})
-            found = manager.restore_or_none(slices={"w": Box((1,), (2,)), "none": Box((), ())})
-            assert found.tensors["w"].tolist() == [1, 1]
-
-    world.run(run)
-
-
-def test_two_jobs_on_one_directory(world):
-    def run(comm):
-        folder = folder_of(comm)
-        first = strategies.CheckpointManager(folder, comm, sharded=True, background=True)
-        second = strategies.CheckpointManager(folder, comm, sharded=True)
-        first.save({"w": np.ones(3)}, step=1)
-        with pytest.raises(errors.FailedPreconditionError, match="another writer"):
-            second.save({"w": np.zeros(3)}, step=2)
-        first.wait()
-        first.close()
-        comm.barrier()
-        second.save({"w": np.zeros(3)}, step=2)
-        assert second.restore_or_none().tensors["w"].tolist() == [0, 0, 0]
-        second.close()
-        comm.barrier()
+    folder = folder_of(comm)
+    with strategies.CheckpointManager(folder, comm, sharded=True) as manager:
+        for step in (1, 2):
+            manager.save(held_by(comm.rank, comm.size, step), step=step)
+        path = Path(folder) / "step-000002"
+        name = f"rank-{comm.size - 1:05d}.safetensors"
         if comm.rank == 0:
-            shutil.rmtree(folder)
+            act(path / name)
+        comm.barrier()
+        with pytest.raises(kind, match=f"{text}.*{name}") as caught:
+            manager.restore_or_none(path)
+        assert type(caught.value) is kind
+        if damage != "flipped byte":  # what can be seen without reading all is passed over
+            check(manager.restore_or_none(slices=boxes_of(comm)).tensors, comm, 1)
+        manager.save(held_by(comm.rank, comm.size, 3), step=3)
+        check(manager.restore_or_none(slices=boxes_of(comm)).tensors, comm, 3)
 
-    world.run(run)
+
+def test_wrong_calls_are_errors_on_all_ranks_and_leave_nothing(comm):
+    folder = folder_of(comm)
+    last = comm.rank == comm.size - 1
+    with strategies.CheckpointManager(folder, comm, sharded=True) as manager:
+        bad = np.array([object()]) if last else np.ones(1)
+        with pytest.raises(errors.InvalidArgumentError, match="unsupported array.*tensor: w"):
+            manager.save({"w": bad}, step=1)
+        with pytest.raises(errors.InvalidArgumentError, match="all but 2 of .*tensor: w"):
+            manager.save({"w": Slice(np.ones(2), (2 * comm.rank,), (2 * comm.size + 2,))}, step=1)
+        if comm.size > 1:
+            with pytest.raises(errors.InvalidArgumentError, match=r"ranks differ.*tensor: w"):
+                manager.save({"w": np.ones(2 + last)}, step=1)
+            with pytest.raises(cc.MismatchError, match="step 1 on rank 0, step 2 on rank"):
+                manager.save({"w": np.ones(2)}, step=1 + last)
+        manager.save({"w": np.ones(4)}, step=1)
+        with pytest.raises(errors.InvalidArgumentError, match=r"inside of \[4\].*tensor: w"):
+            manager.restore_or_none(slices={"w": Box((3 if last else 0,), (2,))})
+        found = manager.restore_or_none(slices={"w": Box((1,), (2,)), "none": Box((), ())})
+        assert found.tensors["w"].tolist() == [1, 1]
 
 
-def test_a_saver_of_parts_and_of_what_all_have(world):
+def test_two_jobs_on_one_directory(comm):
+    folder = folder_of(comm)
+    first = strategies.CheckpointManager(folder, comm, sharded=True, background=True)
+    second = strategies.CheckpointManager(folder, comm, sharded=True)
+    first.save({"w": np.ones(3)}, step=1)
+    with pytest.raises(errors.FailedPreconditionError, match="another writer"):
+        second.save({"w": np.zeros(3)}, step=2)
+    first.wait()
+    first.close()
+    comm.barrier()
+    second.save({"w": np.zeros(3)}, step=2)
+    assert second.restore_or_none().tensors["w"].tolist() == [0, 0, 0]
+    second.close()
+    comm.barrier()
+    if comm.rank == 0:
+        shutil.rmtree(folder)
+
+
+def test_a_saver_of_parts_and_of_what_all_have(comm):
     def things(comm, seed):
         full = wholes(seed)
         boxes = boxes_of(comm)
@@ -302,30 +279,27 @@ def test_a_saver_of_parts_and_of_what_all_have(world):
             "rng": np.random.default_rng([seed, comm.rank]),
         }
 
-    def run(comm):
-        folder = folder_of(comm)
-        used = things(comm, 1)
-        with strategies.CheckpointManager(folder, comm, sharded=True) as manager:
-            Saver(manager, **used, epoch=3).save(7)
-            expected = used["rng"].random()
-            fresh = things(comm, 2)
-            saver = Saver(manager, **fresh, epoch=0)
-            assert saver.restore() == 7
-            assert saver["epoch"] == 3
-            assert fresh["rng"].random() == expected
-            assert (fresh["bias"] == used["bias"]).all()
-            for name, box in boxes_of(comm).items():
-                array = fresh["model"][name].array
-                assert array.tobytes() == part(wholes(1)[name], box).tobytes()
-            other = Slice(np.zeros((1, COLUMNS)), (comm.rank, 0), (comm.size, COLUMNS))
-            if comm.size > 1:
-                with pytest.raises(errors.InvalidArgumentError, match="expected .* of float64"):
-                    Saver(manager, model={**fresh["model"], "rows": other}).restore()
+    folder = folder_of(comm)
+    used = things(comm, 1)
+    with strategies.CheckpointManager(folder, comm, sharded=True) as manager:
+        Saver(manager, **used, epoch=3).save(7)
+        expected = used["rng"].random()
+        fresh = things(comm, 2)
+        saver = Saver(manager, **fresh, epoch=0)
+        assert saver.restore() == 7
+        assert saver["epoch"] == 3
+        assert fresh["rng"].random() == expected
+        assert (fresh["bias"] == used["bias"]).all()
+        for name, box in boxes_of(comm).items():
+            array = fresh["model"][name].array
+            assert array.tobytes() == part(wholes(1)[name], box).tobytes()
+        other = Slice(np.zeros((1, COLUMNS)), (comm.rank, 0), (comm.size, COLUMNS))
         if comm.size > 1:
-            with (
-                strategies.CheckpointManager(folder_of(comm), comm) as plain,
-                pytest.raises(errors.InvalidArgumentError, match="sharded=True"),
-            ):
-                Saver(plain, **used).save(1)
-
-    world.run(run)
+            with pytest.raises(errors.InvalidArgumentError, match="expected .* of float64"):
+                Saver(manager, model={**fresh["model"], "rows": other}).restore()
+    if comm.size > 1:
+        with (
+            strategies.CheckpointManager(folder_of(comm), comm) as plain,
+            pytest.raises(errors.InvalidArgumentError, match="sharded=True"),
+        ):
+            Saver(plain, **used).save(1)

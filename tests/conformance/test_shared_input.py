@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+import errno
 import gc
+import itertools
+import mmap
 import os
 from pathlib import Path
 
@@ -69,58 +72,65 @@ def test_data_is_sent_to_the_first_rank_of_each_node():
     inprocess.run_ranks(5, check_once_per_node, leaders=[0, 0, 2, 2, 2])
 
 
-def test_an_error_of_the_rank_that_reads_is_one_on_all(world):
-    def check(comm):
-        def fail():
-            raise ValueError("no such data")
+def test_an_error_of_the_rank_that_reads_is_one_on_all(comm):
+    def fail():
+        raise ValueError("no such data")
 
-        with pytest.raises(ValueError, match="no such data"):
-            once_per_node(fail, comm)
-        with pytest.raises(TypeError, match="once_per_node: expected arrays of numbers, got <U1"):
-            once_per_node(lambda: np.array(["a"]), comm)
+    with pytest.raises(ValueError, match="no such data"):
+        once_per_node(fail, comm)
+    with pytest.raises(TypeError, match="once_per_node: expected arrays of numbers, got <U1"):
+        once_per_node(lambda: np.array(["a"]), comm)
+    assert once_per_node(lambda: np.arange(2), comm).tolist() == [0, 1]
+
+
+def test_more_than_the_memory_of_the_node_is_an_error_on_all(comm):
+    huge = np.broadcast_to(np.float64(1), (1 << 50,))  # which takes no memory itself
+    with pytest.raises((OSError, RuntimeError), match="not enough memory on this node, expec"):
+        once_per_node(lambda: huge, comm)
+    assert once_per_node(lambda: np.arange(2), comm).tolist() == [0, 1]
+
+
+def test_a_node_that_cannot_map_its_memory_is_an_error_on_all(monkeypatch):
+    real, calls = mmap.mmap, itertools.count()
+
+    def one_fails(file, nbytes, **options):
+        # Only the first rank of each node maps memory to write; larger memory is for operations.
+        if not options and nbytes < 1000 and next(calls) == 0:
+            raise OSError(errno.ENOMEM, "no memory to map")
+        return real(file, nbytes, **options)
+
+    def check(comm):
+        with pytest.raises((OSError, RuntimeError), match="no memory to map"):
+            once_per_node(lambda: np.arange(2), comm)
         assert once_per_node(lambda: np.arange(2), comm).tolist() == [0, 1]
 
-    world.run(check)
+    monkeypatch.setattr(mmap, "mmap", one_fails)
+    inprocess.run_ranks(5, check, leaders=[0, 0, 2, 2, 2])
 
 
-def test_more_than_the_memory_of_the_node_is_an_error_on_all(world):
-    def check(comm):
-        huge = np.broadcast_to(np.float64(1), (1 << 50,))  # which takes no memory itself
-        with pytest.raises((OSError, RuntimeError), match="not enough memory on this node, expec"):
-            once_per_node(lambda: huge, comm)
-        assert once_per_node(lambda: np.arange(2), comm).tolist() == [0, 1]
-
-    world.run(check)
-
-
-def test_wrong_options_on_one_rank_are_an_error_on_all(world):
-    def check(comm):
-        for name, bad in (("rows", 0), ("num_epochs", 0), ("seed", -1)):
-            given = bad if comm.rank == comm.size - 1 else 2
-            with pytest.raises((ValueError, RuntimeError), match=f"preload: bad {name}, expected"):
-                preload(lambda: np.arange(3), comm=comm, **{name: given})
-        halves = once_per_node(lambda: np.ones(3, ml_dtypes.bfloat16), comm)
-        assert (halves.dtype, halves.sum()) == (ml_dtypes.bfloat16, 3)
-
-    world.run(check)
+def test_wrong_options_on_one_rank_are_an_error_on_all(comm):
+    for name, bad in (("rows", 0), ("num_epochs", 0), ("seed", -1)):
+        given = bad if comm.rank == comm.size - 1 else 2
+        with pytest.raises((ValueError, RuntimeError), match=f"preload: bad {name}, expected"):
+            preload(lambda: np.arange(3), comm=comm, **{name: given})
+    halves = once_per_node(lambda: np.ones(3, ml_dtypes.bfloat16), comm)
+    assert (halves.dtype, halves.sum()) == (ml_dtypes.bfloat16, 3)
 
 
-def test_memory_goes_when_nobody_refers_to_it():
+@inprocess.on_ranks(1)
+def test_memory_goes_when_nobody_refers_to_it(comm):
     def mapped():
         gc.collect()
         return len(maps())
 
-    def check(comm):
-        before = mapped(), len(os.listdir("/proc/self/fd"))
-        found = once_per_node(lambda: np.arange(1 << 16), comm)
-        part = found[5:]
-        assert mapped() > before[0]
-        del found
-        assert part[0] == 5
-        del part
-        assert (mapped(), len(os.listdir("/proc/self/fd"))) == before
-
-    inprocess.run_ranks(1, check)
+    before = mapped(), len(os.listdir("/proc/self/fd"))
+    found = once_per_node(lambda: np.arange(1 << 16), comm)
+    part = found[5:]
+    assert mapped() > before[0]
+    del found
+    assert part[0] == 5
+    del part
+    assert (mapped(), len(os.listdir("/proc/self/fd"))) == before
 
 
 MAKERS = {
@@ -147,84 +157,73 @@ def drained(queue, kind):
 
 @pytest.mark.parametrize("kind", MAKERS)
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_producers_share_rows_by_name(world, kind, shuffle):
-    def check(comm):
-        with Service(comm) as service:
-            options = {
-                "num_epochs": 2, "shuffle": shuffle, "service": service, "shared_name": kind
-            }  # fmt: skip
-            producer = MAKERS[kind](**options, capacity=4)
-            (thread,) = producer.runner.create_threads(start=True)
-            own = list(drained(producer.queue, kind))
-            thread.join(LIMIT)
-            assert not thread.is_alive()
-            taken = [n for numbers in comm.allgather_object(own) for n in numbers]
-            assert sorted(taken) == sorted(2 * list(range(23)))
-            if comm.size == 1 and not shuffle:
-                assert taken == 2 * list(range(23))
-
-    world.run(check)
+@pytest.mark.parametrize("capacity", [4, -1])
+def test_producers_share_rows_by_name(comm, kind, shuffle, capacity):
+    with Service(comm) as service:
+        options = {
+            "num_epochs": 2, "shuffle": shuffle, "service": service, "shared_name": kind
+        }  # fmt: skip
+        producer = MAKERS[kind](**options, capacity=capacity)
+        (thread,) = producer.runner.create_threads(start=True)
+        own = list(drained(producer.queue, kind))
+        thread.join(LIMIT)
+        assert not thread.is_alive()
+        taken = [n for numbers in comm.allgather_object(own) for n in numbers]
+        assert sorted(taken) == sorted(2 * list(range(23)))
+        if comm.size == 1 and not shuffle:
+            assert taken == 2 * list(range(23))
 
 
-def test_producers_that_mean_different_rows_are_refused(world):
-    def check(comm):
-        with Service(comm) as service:
-            options = {"service": service, "shared_name": "rows", "shuffle": False}
-            range_input_producer(5, **options)
-            comm.barrier()
-            with pytest.raises(InvalidArgumentError, match="other limit, expected 5, got 6"):
-                range_input_producer(6, **options)
-            for other in (np.arange(5.0), np.zeros((5, 2), int), {"a": np.arange(5)}):
-                with pytest.raises(InvalidArgumentError, match="other rows, expected .*int64"):
-                    input_producer(other, **options)
-            with pytest.raises(ValueError, match="bad seed, expected an integer >= 0, got -1"):
-                range_input_producer(5, seed=-1, **options)
-            with pytest.raises(ValueError, match="rows are shared by a service and a name"):
-                range_input_producer(5, shared_name="rows")
-            comm.barrier()
-
-    world.run(check)
+def test_producers_that_mean_different_rows_are_refused(comm):
+    with Service(comm) as service:
+        options = {"service": service, "shared_name": "rows", "shuffle": False}
+        range_input_producer(5, **options)
+        comm.barrier()
+        with pytest.raises(InvalidArgumentError, match="other limit, expected 5, got 6"):
+            range_input_producer(6, **options)
+        for other in (np.arange(5.0), np.zeros((5, 2), int), {"a": np.arange(5)}):
+            with pytest.raises(InvalidArgumentError, match="other rows, expected .*int64"):
+                input_producer(other, **options)
+        with pytest.raises(ValueError, match="bad seed, expected an integer >= 0, got -1"):
+            range_input_producer(5, seed=-1, **options)
+        with pytest.raises(ValueError, match="both service and shared_name or neither"):
+            range_input_producer(5, shared_name="rows")
+        comm.barrier()
 
 
 FILES = {f"file {n}": np.arange(10 * n, 10 * n + 3 + n % 2) for n in range(6)}
 
 
 @pytest.mark.parametrize("policy", ["file", "auto", "data", "off"])
-def test_batches_of_files_are_distributed_by_file(world, policy):
-    def check(comm):
-        read = []
+def test_batches_of_files_are_distributed_by_file(comm, policy):
+    read = []
 
-        def records(name):
-            read.append(name)
-            return [(number, {"half": number / 2}) for number in FILES[name]]
+    def records(name):
+        read.append(name)
+        return [(number, {"half": number / 2}) for number in FILES[name]]
 
-        strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=["/cpu:0", "/cpu:1"])
-        batches = FileBatches(list(FILES), records, 4)
-        own = []
-        for numbers, halves in strategy.distribute_dataset(batches, policy=policy):
-            parts = strategy.local_results(numbers)
-            own += [int(n) for part in parts for n in part]
-            for part, half in zip(parts, strategy.local_results(halves["half"]), strict=True):
-                np.testing.assert_array_equal(half, part / 2)
-        everyones = comm.allgather_object((own, read))
-        taken = sorted(n for numbers, _ in everyones for n in numbers)
-        names = sorted(name for _, found in everyones for name in found)
-        whole = sorted(n for numbers in FILES.values() for n in numbers)
-        by_file = policy in ("file", "auto")
-        assert taken == (whole if policy != "off" else sorted(whole * comm.size))
-        assert names == (sorted(FILES) if by_file else sorted(list(FILES) * comm.size))
-
-    world.run(check)
+    strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=["/cpu:0", "/cpu:1"])
+    batches = FileBatches(list(FILES), records, 4)
+    own = []
+    for numbers, halves in strategy.distribute_dataset(batches, policy=policy):
+        parts = strategy.local_results(numbers)
+        own += [int(n) for part in parts for n in part]
+        for part, half in zip(parts, strategy.local_results(halves["half"]), strict=True):
+            np.testing.assert_array_equal(half, part / 2)
+    everyones = comm.allgather_object((own, read))
+    taken = sorted(n for numbers, _ in everyones for n in numbers)
+    names = sorted(name for _, found in everyones for name in found)
+    whole = sorted(n for numbers in FILES.values() for n in numbers)
+    by_file = policy in ("file", "auto")
+    assert taken == (whole if policy != "off" else sorted(whole * comm.size))
+    assert names == (sorted(FILES) if by_file else sorted(list(FILES) * comm.size))
 
 
-def test_fewer_files_than_processes(world):
-    def check(comm):
-        strategy = strategies.MultiWorkerMirroredStrategy(comm)
-        batches = FileBatches(["file 1"], FILES.get, 2)
-        rows = [r for batch in strategy.distribute_dataset(batches) for r in batch.tolist()]
-        assert sorted(n for own in comm.allgather_object(rows) for n in own) == [10, 11, 12, 13]
-        if comm.size > 1:
-            with pytest.raises(InvalidArgumentError, match="fewer files than processes, expected"):
-                strategy.distribute_dataset(batches, policy="file")
-
-    world.run(check)
+def test_fewer_files_than_processes(comm):
+    strategy = strategies.MultiWorkerMirroredStrategy(comm)
+    batches = FileBatches(["file 1"], FILES.get, 2)
+    rows = [r for batch in strategy.distribute_dataset(batches) for r in batch.tolist()]
+    assert sorted(n for own in comm.allgather_object(rows) for n in own) == [10, 11, 12, 13]
+    if comm.size > 1:
+        with pytest.raises(InvalidArgumentError, match="fewer files than processes, expected"):
+            strategy.distribute_dataset(batches, policy="file")

@@ -45,23 +45,20 @@ def behaviour(function):
 
 @pytest.mark.parametrize("place", ["here", "on another rank"])
 @pytest.mark.parametrize("check", behaviours, ids=lambda check: check.__name__)
-def test_behaviour(world, place, check):
-    def run(comm):
-        if place == "here":
-            check(lambda kind, *args, **options: kind(*args, **options, name="q"))
-            return
-        with Service(comm) as service:
+def test_behaviour(comm, place, check):
+    if place == "here":
+        check(lambda kind, *args, **options: kind(*args, **options, name="q"))
+        return
+    with Service(comm) as service:
 
-            def make(kind, *args, **options):
-                service.reset(["test"])
-                return shared_queue(
-                    kind, *args, **options, service=service, shared_name="q", container="test"
-                )
+        def make(kind, *args, **options):
+            service.reset(["test"])
+            return shared_queue(
+                kind, *args, **options, service=service, shared_name="q", container="test"
+            )
 
-            if comm.rank == comm.size - 1:
-                check(make)
-
-    world.run(run)
+        if comm.rank == comm.size - 1:
+            check(make)
 
 
 @behaviour
@@ -366,42 +363,36 @@ def until_the_end(queue):
             return
 
 
-def test_every_item_of_every_rank_reaches_exactly_one_rank(world):
-    def run(comm):
-        with Service(comm) as service:
-            queue = shared_queue(
-                FIFOQueue, 5, np.int64, [()], service=service, shared_name="work",
-                task=comm.size - 1,
-            )  # fmt: skip
-            mine = np.arange(20) + 100 * comm.rank
-            put = in_thread(queue.enqueue_many, (mine,))
-            got = queue.dequeue_many(20, timeout=LIMIT).tolist()
-            put.result(LIMIT)
-            everything = sum(comm.allgather_object(got), [])
-            assert Counter(everything) == Counter(
-                100 * rank + i for rank in range(comm.size) for i in range(20)
-            )
-            assert queue.size() == 0
-
-    world.run(run)
+def test_every_item_of_every_rank_reaches_exactly_one_rank(comm):
+    with Service(comm) as service:
+        queue = shared_queue(
+            FIFOQueue, 5, np.int64, [()], service=service, shared_name="work",
+            task=comm.size - 1,
+        )  # fmt: skip
+        mine = np.arange(20) + 100 * comm.rank
+        put = in_thread(queue.enqueue_many, (mine,))
+        got = queue.dequeue_many(20, timeout=LIMIT).tolist()
+        put.result(LIMIT)
+        everything = sum(comm.allgather_object(got), [])
+        assert Counter(everything) == Counter(
+            100 * rank + i for rank in range(comm.size) for i in range(20)
+        )
+        assert queue.size() == 0
 
 
-def test_a_rank_wakes_another_that_waits(world):
-    def run(comm):
-        with Service(comm) as service:
-            ring = [
-                shared_queue(FIFOQueue, 2, np.int64, [()], service=service,
-                             shared_name="ring", task=task)
-                for task in range(comm.size)
-            ]  # fmt: skip
-            if comm.rank == 0:
-                ring[0].enqueue(0)
-            for turn in range(3):
-                hops = ring[comm.rank].dequeue(timeout=LIMIT)
-                assert hops == turn * comm.size + comm.rank
-                ring[(comm.rank + 1) % comm.size].enqueue(hops + 1)
-
-    world.run(run)
+def test_a_rank_wakes_another_that_waits(comm):
+    with Service(comm) as service:
+        ring = [
+            shared_queue(FIFOQueue, 2, np.int64, [()], service=service,
+                         shared_name="ring", task=task)
+            for task in range(comm.size)
+        ]  # fmt: skip
+        if comm.rank == 0:
+            ring[0].enqueue(0)
+        for turn in range(3):
+            hops = ring[comm.rank].dequeue(timeout=LIMIT)
+            assert hops == turn * comm.size + comm.rank
+            ring[(comm.rank + 1) % comm.size].enqueue(hops + 1)
 
 
 DIFFERENCES = {
@@ -414,242 +405,209 @@ DIFFERENCES = {
 
 
 @pytest.mark.parametrize("what", DIFFERENCES)
-def test_a_second_constructor_must_agree(world, what):
-    def run(comm):
-        with Service(comm) as service:
+def test_a_second_constructor_must_agree(comm, what):
+    with Service(comm) as service:
 
-            def open_(kind, *args, **options):
-                return shared_queue(kind, *args, **options, service=service, shared_name="one")
+        def open_(kind, *args, **options):
+            return shared_queue(kind, *args, **options, service=service, shared_name="one")
 
-            queue = open_(FIFOQueue, 8, F32, [()])
-            kind, args, options = DIFFERENCES[what]
-            with pytest.raises(InvalidArgumentError, match=what) as caught:
-                open_(kind, *args, **options)
-            assert "'one' on task 0" in str(caught.value)
-            assert open_(FIFOQueue, capacity=8, dtypes=["float32"], shapes=([],)).capacity == 8
-            comm.barrier()
-            queue.enqueue(comm.rank)
-
-    world.run(run)
-
-
-def test_seeds_must_agree_where_they_are_given(world):
-    def run(comm):
-        with Service(comm) as service:
-
-            def open_(name, keep, seed):
-                return shared_queue(RandomShuffleQueue, 8, keep, F32, [()], seed=seed,
-                                    service=service, shared_name=name)  # fmt: skip
-
-            open_("seeded", 2, 1)
-            open_("seeded", 2, None)
-            with pytest.raises(InvalidArgumentError, match="another seed, expected 1, got 2"):
-                open_("seeded", 2, 2)
-            with pytest.raises(InvalidArgumentError, match="another min_after_dequeue"):
-                open_("seeded", 3, 1)
-
-    world.run(run)
-
-
-def test_names_in_other_containers_and_on_other_tasks_are_others(world):
-    def run(comm):
-        with Service(comm) as service:
-
-            def open_(**where):
-                return shared_queue(FIFOQueue, 99, np.int64, [()], service=service,
-                                    shared_name="n", **where)  # fmt: skip
-
-            with container("exp"):
-                scoped = open_()
-                with container("inner"):
-                    inner = open_()
-            queues = [open_(), scoped, inner, open_(container="exp"), open_(task=comm.size - 1)]
-            comm.barrier()
-            for number, queue in enumerate(queues):
-                queue.enqueue(number)
-            comm.barrier()
-            sizes = [queue.size() for queue in queues]
-            doubled = 2 * comm.size if comm.size == 1 else comm.size
-            assert sizes == [doubled, 2 * comm.size, comm.size, 2 * comm.size, doubled]
-
-    world.run(run)
-
-
-def test_a_reset_ends_those_who_wait_and_makes_names_new(world):
-    def run(comm):
-        with Service(comm) as service:
-
-            def open_(name):
-                return shared_queue(FIFOQueue, 9, np.int64, [()], service=service,
-                                    shared_name="n", container=name)  # fmt: skip
-
-            old, other = open_("exp"), open_("other")
-            comm.barrier()
-            waiting = in_thread(old.dequeue)
-            other.enqueue(1)
-            comm.barrier()
-            if comm.rank == comm.size - 1:
-                while not waiting.done():  # whether or not it was in line already
-                    service.reset(["exp"])
-            if comm.rank != 0:
-                kinds = (CancelledError, NotFoundError)
-                with pytest.raises(kinds):
-                    waiting.result(LIMIT)
-                with pytest.raises(NotFoundError, match="container was reset"):
-                    old.size()
-            comm.barrier()
-            if comm.rank == 0:
-                while not waiting.done():
-                    old.cancel_pending()
-            new = open_("exp")
-            comm.barrier()
-            if comm.rank != 0:
-                with pytest.raises(AbortedError, match="open it again"):
-                    old.size()
-            new.enqueue(1)
-            comm.barrier()
-            assert new.size() == other.size() == comm.size
-
-    world.run(run)
-
-
-def test_ranks_take_files_from_one_line(world):
-    def run(comm):
-        with Service(comm) as service:
-            names = [f"f{i}" for i in range(7)]
-            options = {"service": service, "shared_name": "files", "capacity": 3}
-            files = shared_files(names, **options, num_epochs=3, seed=1)
-            with pytest.raises(InvalidArgumentError, match="other num_epochs, expected 3, got 4"):
-                shared_files(names, **options, num_epochs=4, seed=1)
-            taken = list(until_the_end(files))
-            everything = Counter(sum(comm.allgather_object(taken), []))
-            assert everything == Counter(dict.fromkeys(names, 3))
-
-    world.run(run)
-
-
-def test_epochs_of_a_shared_line_are_shuffled_and_not_mixed(world):
-    def run(comm):
-        with Service(comm) as service:
-            names = [f"f{i}" for i in range(30)]
-            files = shared_files(
-                names, service=service, shared_name="files", num_epochs=None, seed=1
-            )
-            if comm.rank == comm.size - 1:
-                epochs = [[files.dequeue() for _ in names] for _ in range(3)]
-                assert all(sorted(epoch) == sorted(names) for epoch in epochs)
-                assert epochs[0] != epochs[1] != names
-            for wrong in ({"files": []}, {"files": "f1"}, {"files": ["f1"], "num_epochs": 0}):
-                with pytest.raises(ValueError, match="shared_files"):
-                    shared_files(**wrong, service=service, shared_name="wrong")
-
-    world.run(run)
-
-
-def test_a_line_of_files_holds_many_epochs(world):
-    def run(comm):
-        with Service(comm) as service:
-            options = {"service": service, "num_epochs": None}
-            many = shared_files(["f"], shared_name="many", capacity=5000, **options)
-            assert many.size() == 5000
-            with pytest.raises(ValueError, match="an endless line needs a capacity"):
-                shared_files(["f"], shared_name="endless", capacity=-1, **options)
-            options["num_epochs"] = 5000
-            all_of_them = shared_files(["f"], shared_name="all", capacity=-1, **options)
-            assert (all_of_them.size(), all_of_them.is_closed()) == (5000, True)
-
-    world.run(run)
-
-
-def test_wrong_use_is_refused_before_any_message(world):
-    def run(comm):
-        with Service(comm) as service:
-
-            def open_(kind=FIFOQueue, capacity=1, dtypes=F32, **options):
-                return shared_queue(kind, capacity, dtypes, [()], service=service, **options)
-
-            for task in (-1, comm.size):
-                with pytest.raises(
-                    ValueError, match=f"no such task, expected 0 .. {comm.size - 1}"
-                ):
-                    open_(shared_name="a", task=task)
-            with pytest.raises(ValueError, match="needs a name"):
-                open_(shared_name="")
-            with pytest.raises(TypeError, match="expected one of FIFOQueue"):
-                open_(dict, shared_name="a")
-            with pytest.raises(TypeError, match="dtype must be numeric"):
-                open_(dtypes=object, shared_name="a")
-            with pytest.raises(TypeError, match="colour"):
-                open_(shared_name="a", colour="red")
-        with pytest.raises(CancelledError, match="the service is closed"):
-            open_(shared_name="a", task=0)
-        service.close()
-
-    world.run(run)
-
-
-def test_threads_end_and_waiting_calls_are_cancelled_when_the_service_closes(world):
-    def run(comm):
-        before = {t for t in threading.enumerate() if t.name == "service"}
-        with Service(comm) as service:
-            queue = shared_queue(FIFOQueue, 1, F32, [()], service=service, shared_name="q")
-            comm.barrier()
-            waiting = in_thread(queue.dequeue) if comm.rank else None
-        if comm.rank:
-            with pytest.raises(CancelledError, match="the service is closed"):
-                waiting.result(LIMIT)
+        queue = open_(FIFOQueue, 8, F32, [()])
+        kind, args, options = DIFFERENCES[what]
+        with pytest.raises(InvalidArgumentError, match=what) as caught:
+            open_(kind, *args, **options)
+        assert "'one' on task 0" in str(caught.value)
+        assert open_(FIFOQueue, capacity=8, dtypes=["float32"], shapes=([],)).capacity == 8
         comm.barrier()
-        assert {t for t in threading.enumerate() if t.name == "service"} <= before
-
-    world.run(run)
+        queue.enqueue(comm.rank)
 
 
-def test_a_device_string_places_a_queue_on_a_task(world):
-    def check(comm):
-        last = comm.size - 1
-        with Service(comm) as service:
+def test_seeds_must_agree_where_they_are_given(comm):
+    with Service(comm) as service:
 
-            def open_queue(name, task):
-                return shared_queue(
-                    FIFOQueue, 9, np.int64, [()], service=service, shared_name=name, task=task
-                )
+        def open_(name, keep, seed):
+            return shared_queue(RandomShuffleQueue, 8, keep, F32, [()], seed=seed,
+                                service=service, shared_name=name)  # fmt: skip
 
-            tasks = [f"/job:worker/task:{last}/cpu:0", f"/task:{last}", last]
-            queues = [open_queue("q", task) for task in tasks]
-            queues[comm.rank % 3].enqueue(comm.rank)
-            comm.barrier()
-            assert {int(queue.size()) for queue in queues} == {comm.size}
-            comm.barrier()
-            for task in ("/job:ps/task:0", "/gpu:0", f"/task:{comm.size}"):
-                with pytest.raises(ValueError, match="cannot assign a device for FIFOQueue 'p'"):
-                    open_queue("p", task)
+        open_("seeded", 2, 1)
+        open_("seeded", 2, None)
+        with pytest.raises(InvalidArgumentError, match="another seed, expected 1, got 2"):
+            open_("seeded", 2, 2)
+        with pytest.raises(InvalidArgumentError, match="another min_after_dequeue"):
+            open_("seeded", 3, 1)
 
-    world.run(check)
+
+def test_names_in_other_containers_and_on_other_tasks_are_others(comm):
+    with Service(comm) as service:
+
+        def open_(**where):
+            return shared_queue(FIFOQueue, 99, np.int64, [()], service=service,
+                                shared_name="n", **where)  # fmt: skip
+
+        with container("exp"):
+            scoped = open_()
+            with container("inner"):
+                inner = open_()
+        queues = [open_(), scoped, inner, open_(container="exp"), open_(task=comm.size - 1)]
+        comm.barrier()
+        for number, queue in enumerate(queues):
+            queue.enqueue(number)
+        comm.barrier()
+        sizes = [queue.size() for queue in queues]
+        doubled = 2 * comm.size if comm.size == 1 else comm.size
+        assert sizes == [doubled, 2 * comm.size, comm.size, 2 * comm.size, doubled]
+
+
+def test_a_reset_ends_those_who_wait_and_makes_names_new(comm):
+    with Service(comm) as service:
+
+        def open_(name):
+            return shared_queue(FIFOQueue, 9, np.int64, [()], service=service,
+                                shared_name="n", container=name)  # fmt: skip
+
+        old, other = open_("exp"), open_("other")
+        comm.barrier()
+        waiting = in_thread(old.dequeue)
+        other.enqueue(1)
+        comm.barrier()
+        if comm.rank == comm.size - 1:
+            while not waiting.done():  # whether or not it was in line already
+                service.reset(["exp"])
+        if comm.rank != 0:
+            kinds = (CancelledError, NotFoundError)
+            with pytest.raises(kinds):
+                waiting.result(LIMIT)
+            with pytest.raises(NotFoundError, match="container was reset"):
+                old.size()
+        comm.barrier()
+        if comm.rank == 0:
+            while not waiting.done():
+                old.cancel_pending()
+        new = open_("exp")
+        comm.barrier()
+        if comm.rank != 0:
+            with pytest.raises(AbortedError, match="open it again"):
+                old.size()
+        new.enqueue(1)
+        comm.barrier()
+        assert new.size() == other.size() == comm.size
+
+
+def test_ranks_take_files_from_one_line(comm):
+    with Service(comm) as service:
+        names = [f"f{i}" for i in range(7)]
+        options = {"service": service, "shared_name": "files", "capacity": 3}
+        files = shared_files(names, **options, num_epochs=3, seed=1)
+        with pytest.raises(InvalidArgumentError, match="other num_epochs, expected 3, got 4"):
+            shared_files(names, **options, num_epochs=4, seed=1)
+        taken = list(until_the_end(files))
+        everything = Counter(sum(comm.allgather_object(taken), []))
+        assert everything == Counter(dict.fromkeys(names, 3))
+
+
+def test_epochs_of_a_shared_line_are_shuffled_and_not_mixed(comm):
+    with Service(comm) as service:
+        names = [f"f{i}" for i in range(30)]
+        files = shared_files(names, service=service, shared_name="files", num_epochs=None, seed=1)
+        if comm.rank == comm.size - 1:
+            epochs = [[files.dequeue() for _ in names] for _ in range(3)]
+            assert all(sorted(epoch) == sorted(names) for epoch in epochs)
+            assert epochs[0] != epochs[1] != names
+        for wrong in ({"files": []}, {"files": "f1"}, {"files": ["f1"], "num_epochs": 0}):
+            with pytest.raises(ValueError, match="shared_files"):
+                shared_files(**wrong, service=service, shared_name="wrong")
+
+
+def test_a_line_of_files_holds_many_epochs(comm):
+    with Service(comm) as service:
+        options = {"service": service, "num_epochs": None}
+        many = shared_files(["f"], shared_name="many", capacity=5000, **options)
+        assert many.size() == 5000
+        for capacity in (0, -1):
+            why = f"shared_files: bad capacity, expected at least 1, got {capacity}"
+            with pytest.raises(ValueError, match=why):
+                shared_files(["f"], shared_name="endless", capacity=capacity, **options)
+        options["num_epochs"] = 5000
+        with pytest.raises(ValueError, match="shared_range: bad capacity, expected at least 1"):
+            shared_range(1, shared_name="none", capacity=0, **options)
+        all_of_them = shared_files(["f"], shared_name="all", capacity=-1, **options)
+        assert (all_of_them.size(), all_of_them.is_closed()) == (5000, True)
+
+
+def test_wrong_use_is_refused_before_any_message(comm):
+    with Service(comm) as service:
+
+        def open_(kind=FIFOQueue, capacity=1, dtypes=F32, **options):
+            return shared_queue(kind, capacity, dtypes, [()], service=service, **options)
+
+        for task in (-1, comm.size):
+            with pytest.raises(ValueError, match=f"no such task, expected 0 .. {comm.size - 1}"):
+                open_(shared_name="a", task=task)
+        with pytest.raises(ValueError, match="needs a name"):
+            open_(shared_name="")
+        with pytest.raises(TypeError, match="expected one of FIFOQueue"):
+            open_(dict, shared_name="a")
+        with pytest.raises(TypeError, match="dtype must be numeric"):
+            open_(dtypes=object, shared_name="a")
+        with pytest.raises(TypeError, match="colour"):
+            open_(shared_name="a", colour="red")
+    with pytest.raises(CancelledError, match="the service is closed"):
+        open_(shared_name="a", task=0)
+    service.close()
+
+
+def test_threads_end_and_waiting_calls_are_cancelled_when_the_service_closes(comm):
+    before = {t for t in threading.enumerate() if t.name == "service"}
+    with Service(comm) as service:
+        queue = shared_queue(FIFOQueue, 1, F32, [()], service=service, shared_name="q")
+        comm.barrier()
+        waiting = in_thread(queue.dequeue) if comm.rank else None
+    if comm.rank:
+        with pytest.raises(CancelledError, match="the service is closed"):
+            waiting.result(LIMIT)
+    comm.barrier()
+    assert {t for t in threading.enumerate() if t.name == "service"} <= before
+
+
+def test_a_device_string_places_a_queue_on_a_task(comm):
+    last = comm.size - 1
+    with Service(comm) as service:
+
+        def open_queue(name, task):
+            return shared_queue(
+                FIFOQueue, 9, np.int64, [()], service=service, shared_name=name, task=task
+            )
+
+        tasks = [f"/job:worker/task:{last}/cpu:0", f"/task:{last}", last]
+        queues = [open_queue("q", task) for task in tasks]
+        queues[comm.rank % 3].enqueue(comm.rank)
+        comm.barrier()
+        assert {int(queue.size()) for queue in queues} == {comm.size}
+        comm.barrier()
+        for task in ("/job:ps/task:0", "/gpu:0", f"/task:{comm.size}"):
+            with pytest.raises(ValueError, match="cannot assign a device for FIFOQueue 'p'"):
+                open_queue("p", task)
 
 
 @pytest.mark.parametrize("shuffle", [False, True])
-def test_every_number_of_an_epoch_goes_to_one_rank(world, shuffle):
-    def run(comm):
-        with Service(comm) as service:
-            options = {"service": service, "num_epochs": 2, "shuffle": shuffle, "seed": 1}
-            numbers = shared_range(1000, shared_name="rows", capacity=7, **options)
-            taken = []
-            with contextlib.suppress(OutOfRangeError):
-                while True:
-                    taken.append(numbers.dequeue())
-            everything = np.concatenate(comm.allgather_object(np.array(taken, np.int64)))
-            np.testing.assert_array_equal(np.sort(everything), np.repeat(np.arange(1000), 2))
-            alone = shared_range(1000, shared_name=f"rows of {comm.rank}", capacity=7, **options)
-            first = alone.dequeue_many(1000)
-            assert first.dtype == np.int64
-            assert (first.tolist() == list(range(1000))) != shuffle
-            assert sorted(first) == list(range(1000))  # epochs are not mixed
-            with pytest.raises(InvalidArgumentError, match="other limit, expected 1000, got 999"):
-                shared_range(999, shared_name="rows", capacity=7, **options)
-            with pytest.raises(InvalidArgumentError, match="one of file names and numbers"):
-                shared_files(["f"], shared_name="rows", capacity=7, **options)
-            with pytest.raises(ValueError, match="shared_range: bad limit"):
-                shared_range(0, shared_name="none", **options)
-            comm.barrier()
-
-    world.run(run)
+def test_every_number_of_an_epoch_goes_to_one_rank(comm, shuffle):
+    with Service(comm) as service:
+        options = {"service": service, "num_epochs": 2, "shuffle": shuffle, "seed": 1}
+        numbers = shared_range(1000, shared_name="rows", capacity=7, **options)
+        taken = []
+        with contextlib.suppress(OutOfRangeError):
+            while True:
+                taken.append(numbers.dequeue())
+        everything = np.concatenate(comm.allgather_object(np.array(taken, np.int64)))
+        np.testing.assert_array_equal(np.sort(everything), np.repeat(np.arange(1000), 2))
+        alone = shared_range(1000, shared_name=f"rows of {comm.rank}", capacity=7, **options)
+        first = alone.dequeue_many(1000)
+        assert first.dtype == np.int64
+        assert (first.tolist() == list(range(1000))) != shuffle
+        assert sorted(first) == list(range(1000))  # epochs are not mixed
+        with pytest.raises(InvalidArgumentError, match="other limit, expected 1000, got 999"):
+            shared_range(999, shared_name="rows", capacity=7, **options)
+        with pytest.raises(InvalidArgumentError, match="one of file names and numbers"):
+            shared_files(["f"], shared_name="rows", capacity=7, **options)
+        with pytest.raises(ValueError, match="shared_range: bad limit"):
+            shared_range(0, shared_name="none", **options)
+        comm.barrier()

@@ -7,6 +7,7 @@ import time
 
 import numpy as np
 import pytest
+from calls import together
 
 import collectives as cc
 import inprocess
@@ -36,37 +37,33 @@ def until_in_a_call(comm):
         time.sleep(0.001)
 
 
+@pytest.mark.several
 @pytest.mark.parametrize("second", SECOND)
 @pytest.mark.parametrize("first", FIRST)
-def test_the_second_thread_is_refused_and_the_call_of_the_first_completes(world, first, second):
-    def check(comm):
-        if comm.size == 1:  # its threads take turns, as below
-            return
-        shared, signals = comm.split(0), comm.split(0)
-        call = FIRST[first](shared)
-        expected = [1 if first == "planned" else comm.size] * 3
-        for _ in range(2):
-            assert call().tolist() == expected
-        if comm.rank > 0:
-            signals.barrier()
-            assert call().tolist() == expected
-            signals.barrier()
-            return
-        results = []
-        thread = threading.Thread(target=lambda: results.append(call()), name="early")
-        thread.start()
-        until_in_a_call(shared)
-        words = r"another thread \(early\) is in .*got a call by thread .*comm\.split\(0\)"
-        with pytest.raises(cc.CollectiveError, match=words):
-            SECOND[second](shared, call)()
+def test_the_second_thread_is_refused_and_the_call_of_the_first_completes(comm, first, second):
+    shared, signals = comm.split(0), comm.split(0)
+    call = FIRST[first](shared)
+    expected = [1 if first == "planned" else comm.size] * 3
+    for _ in range(2):
+        assert call().tolist() == expected
+    if comm.rank > 0:
         signals.barrier()
-        thread.join(LIMIT)
-        assert results[0].tolist() == expected
-        with pytest.raises(cc.CollectiveError, match=r"threads early and .* at the same time"):
-            call()
+        assert call().tolist() == expected
         signals.barrier()
-
-    world.run(check)
+        return
+    results = []
+    thread = threading.Thread(target=lambda: results.append(call()), name="early")
+    thread.start()
+    until_in_a_call(shared)
+    words = r"another thread \(early\) is in .*got a call by thread .*comm\.split\(0\)"
+    with pytest.raises(cc.CollectiveError, match=words):
+        SECOND[second](shared, call)()
+    signals.barrier()
+    thread.join(LIMIT)
+    assert results[0].tolist() == expected
+    with pytest.raises(cc.CollectiveError, match=r"threads early and .* at the same time"):
+        call()
+    signals.barrier()
 
 
 class Slow:
@@ -81,107 +78,91 @@ class Slow:
         return (list, ())
 
 
-def test_threads_of_a_group_of_one_rank_take_turns():
-    def check(comm):
-        begun, signal = threading.Event(), threading.Event()
-        results = []
+@inprocess.on_ranks(1)
+def test_threads_of_a_group_of_one_rank_take_turns(comm):
+    begun, signal = threading.Event(), threading.Event()
+    results = []
 
-        def first():
-            results.append(comm.broadcast_object(Slow(begun, signal)))
+    def first():
+        results.append(comm.broadcast_object(Slow(begun, signal)))
 
-        def second():
-            results.append(comm.allreduce(np.ones(3), op=cc.SUM).tolist())
+    def second():
+        results.append(comm.allreduce(np.ones(3), op=cc.SUM).tolist())
 
-        threads = [threading.Thread(target=first), threading.Thread(target=second)]
-        threads[0].start()
-        assert begun.wait(LIMIT)
-        threads[1].start()
-        threads[1].join(0.1)
-        assert results == []
-        signal.set()
-        for thread in threads:
-            thread.join(LIMIT)
-        assert results[1:] == [[1.0] * 3]
-
-    inprocess.run_ranks(1, check)
-
-
-def test_many_threads_of_a_group_of_one_rank_get_their_own_results():
-    def check(comm):
-        found = []
-
-        def work(number):
-            plan = comm.plan_allreduce(np.full(100, float(number)), op=cc.SUM)
-            for _ in range(100):
-                found.append((plan() == number).all())
-                found.append((comm.allreduce(np.full(100, float(number))) == number).all())
-                found.append(comm.allgather_object(number) == [number])
-
-        threads = [threading.Thread(target=work, args=(number,)) for number in range(8)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(LIMIT)
-        assert found == [True] * 8 * 300
-
-    inprocess.run_ranks(1, check)
-
-
-def test_a_thread_of_a_group_of_one_rank_does_not_wait_for_another_for_ever():
-    def check(comm):
-        begun, signal = threading.Event(), threading.Event()
-        thread = threading.Thread(target=comm.broadcast_object, args=(Slow(begun, signal),))
-        thread.start()
-        assert begun.wait(LIMIT)
-        with pytest.raises(cc.CollectiveError, match="another thread"):
-            comm.barrier()
-        signal.set()
+    threads = [threading.Thread(target=first), threading.Thread(target=second)]
+    threads[0].start()
+    assert begun.wait(LIMIT)
+    threads[1].start()
+    threads[1].join(0.1)
+    assert results == []
+    signal.set()
+    for thread in threads:
         thread.join(LIMIT)
-
-    inprocess.run_ranks(1, check, timeout=0.3)
-
-
-def test_other_ranks_of_the_node_do_not_wait_for_a_rank_whose_threads_collided():
-    def check(comm):
-        shared, signals = comm.split(0), comm.split(0)
-        shared.barrier()
-        if comm.rank == 0:
-            thread = threading.Thread(target=shared.barrier)
-            thread.start()
-            until_in_a_call(shared)
-            with pytest.raises(cc.CollectiveError, match="another thread"):
-                shared.barrier()
-        signals.barrier()
-        if comm.rank == 0:
-            thread.join(LIMIT)
-        else:
-            shared.barrier()
-        with pytest.raises(cc.CollectiveError, match=r"at the same time|rank \d has closed"):
-            shared.barrier(timeout=LIMIT)
-
-    inprocess.run_ranks(3, check)
+    assert results[1:] == [[1.0] * 3]
 
 
-def test_messages_between_two_ranks_and_requests_work_during_a_call(world):
-    def check(comm):
-        if comm.size == 1:
-            return
+@inprocess.on_ranks(1)
+def test_many_threads_of_a_group_of_one_rank_get_their_own_results(comm):
+    found = []
+
+    def work(number):
+        plan = comm.plan_allreduce(np.full(100, float(number)), op=cc.SUM)
+        for _ in range(100):
+            found.append((plan() == number).all())
+            found.append((comm.allreduce(np.full(100, float(number))) == number).all())
+            found.append(comm.allgather_object(number) == [number])
+
+    together(work, range(8))
+    assert found == [True] * 8 * 300
+
+
+@inprocess.on_ranks(1, timeout=0.3)
+def test_a_thread_of_a_group_of_one_rank_does_not_wait_for_another_for_ever(comm):
+    begun, signal = threading.Event(), threading.Event()
+    thread = threading.Thread(target=comm.broadcast_object, args=(Slow(begun, signal),))
+    thread.start()
+    assert begun.wait(LIMIT)
+    with pytest.raises(cc.CollectiveError, match="another thread"):
         comm.barrier()
-        comm.allreduce_async(1.0).wait()
-        if comm.rank == 0:
-            thread = threading.Thread(target=comm.barrier)
-            thread.start()
-            until_in_a_call(comm)
-            comm.send([1.0], 1)
-            request = comm.allreduce_async(1.0, op=cc.SUM)
-            comm.send([2.0], 1)
-            thread.join(LIMIT)
-        else:
-            if comm.rank == 1:
-                assert comm.recv(0).tolist() == [1.0]
-                assert comm.recv(0).tolist() == [2.0]
-            request = comm.allreduce_async(1.0, op=cc.SUM)
-            comm.barrier()
-        assert request.wait(LIMIT) == comm.size
+    signal.set()
+    thread.join(LIMIT)
 
-    world.run(check)
+
+@inprocess.on_ranks(3)
+def test_other_ranks_of_the_node_do_not_wait_for_a_rank_whose_threads_collided(comm):
+    shared, signals = comm.split(0), comm.split(0)
+    shared.barrier()
+    if comm.rank == 0:
+        thread = threading.Thread(target=shared.barrier)
+        thread.start()
+        until_in_a_call(shared)
+        with pytest.raises(cc.CollectiveError, match="another thread"):
+            shared.barrier()
+    signals.barrier()
+    if comm.rank == 0:
+        thread.join(LIMIT)
+    else:
+        shared.barrier()
+    with pytest.raises(cc.CollectiveError, match=r"at the same time|rank \d has closed"):
+        shared.barrier(timeout=LIMIT)
+
+
+@pytest.mark.several
+def test_messages_between_two_ranks_and_requests_work_during_a_call(comm):
+    comm.barrier()
+    comm.allreduce_async(1.0).wait()
+    if comm.rank == 0:
+        thread = threading.Thread(target=comm.barrier)
+        thread.start()
+        until_in_a_call(comm)
+        comm.send([1.0], 1)
+        request = comm.allreduce_async(1.0, op=cc.SUM)
+        comm.send([2.0], 1)
+        thread.join(LIMIT)
+    else:
+        if comm.rank == 1:
+            assert comm.recv(0).tolist() == [1.0]
+            assert comm.recv(0).tolist() == [2.0]
+        request = comm.allreduce_async(1.0, op=cc.SUM)
+        comm.barrier()
+    assert request.wait(LIMIT) == comm.size

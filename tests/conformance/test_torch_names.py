@@ -5,10 +5,10 @@ from __future__ import annotations
 import datetime
 import pickle
 import re
-import threading
 from pathlib import Path
 
 import pytest
+from calls import in_thread
 
 from launcher import ROOT
 from requirements import installed, require
@@ -148,28 +148,21 @@ def test_groups_in_several_threads_while_the_world_trains(torch_ranks):
         nn.parallel.DistributedDataParallel(m, process_group=g)
         for m, g in zip(models, groups, strict=True)
     ]
-    errors = []
 
     def train(number):
-        try:
-            for step in range(20):
-                model = wrapped[number]
-                model.zero_grad()
-                model(torch.full((1, 4), float(rank + step + number))).sum().backward()
-                mean = (size - 1) / 2 + step + number
-                assert torch.allclose(models[number].weight.grad, torch.full((2, 4), mean))
-        except BaseException as error:
-            errors.append(error)
+        for step in range(20):
+            model = wrapped[number]
+            model.zero_grad()
+            model(torch.full((1, 4), float(rank + step + number))).sum().backward()
+            mean = (size - 1) / 2 + step + number
+            assert torch.allclose(models[number].weight.grad, torch.full((2, 4), mean))
 
-    threads = [threading.Thread(target=train, args=(number,)) for number in range(3)]
-    for thread in threads:
-        thread.start()
+    trained = [in_thread(train, number) for number in range(3)]
     for _ in range(20):
         dist.all_reduce(x := torch.ones(3))
         assert x[0] == size
-    for thread in threads:
-        thread.join(60)
-    assert not errors
+    for one in trained:
+        one.result(60)
 
 
 def test_models_are_copied_and_saved_without_their_group(torch_ranks, tmp_path):

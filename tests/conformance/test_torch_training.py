@@ -214,10 +214,9 @@ def test_a_mean_over_the_ranks_that_have_data(torch_ranks):
     assert not [work for work in works_of_process() if id(work) not in before]
 
 
+@pytest.mark.several
 def test_a_model_goes_on_after_an_error_and_on_another_group(torch_ranks):
     rank, size = torch_ranks
-    if size == 1:
-        return
     model = DDP(network())
     optimizer = torch.optim.SGD(model.parameters(), 0.1, momentum=0.9)
     train(model, rank, 4, optimizer)
@@ -237,10 +236,9 @@ def test_a_model_goes_on_after_an_error_and_on_another_group(torch_ranks):
     assert_alike(model)
 
 
+@pytest.mark.several
 def test_a_model_goes_on_among_fewer_ranks(torch_ranks):
     rank, size = torch_ranks
-    if size < 2:
-        return
     model = DDP(network())
     optimizer = torch.optim.SGD(model.parameters(), 0.1)
     train(model, rank, 2, optimizer)
@@ -327,13 +325,12 @@ def test_fsdp_over_a_mesh_of_two_dimensions_trains_as_one_process(torch_ranks):
         torch.testing.assert_close(parameter.full_tensor(), other, rtol=1e-4, atol=1e-4)
 
 
+@pytest.mark.several  # stages
 @pytest.mark.parametrize("kind", ["ScheduleGPipe", "Schedule1F1B"])
 def test_layers_in_a_pipeline_have_the_gradients_of_one_process(torch_ranks, kind):
     from torch.distributed import pipelining
 
     rank, size = torch_ranks
-    if size == 1:
-        pytest.skip("a pipeline has two stages at least")
     torch.manual_seed(0)
     layers = [nn.Linear(6, 6) for _ in range(size)]
     x, y = torch.randn(8, 6), torch.randn(8, 6)

@@ -4,10 +4,10 @@ from __future__ import annotations
 
 import datetime
 import gc
-import threading
 from types import SimpleNamespace
 
 import pytest
+from calls import together
 
 import collectives as cc
 from requirements import installed
@@ -47,10 +47,9 @@ def test_works_in_any_mixture(torch_ranks):
         work.block_current_stream()
 
 
+@pytest.mark.several
 def test_a_rank_that_goes_on_meets_what_others_do_before(torch_ranks):
     rank, size = torch_ranks
-    if size == 1:
-        return
     x = ones(rank)
     if rank == 0:  # would wait for each other, if an operation held up its caller
         work = dist.all_reduce(x, async_op=True)
@@ -127,18 +126,15 @@ def test_groups_of_some_ranks(torch_ranks):
 def test_two_threads_with_a_group_each(torch_ranks):
     rank, size = torch_ranks
     groups = [dist.new_group(), dist.new_group()]
-    results = [[], []]
 
     def work(number):
+        results = []
         for step in range(50):
             dist.all_reduce(x := ones(rank) * (number + step), group=groups[number])
-            results[number].append(x[0].item())
+            results.append(x[0].item())
+        return results
 
-    threads = [threading.Thread(target=work, args=(number,)) for number in (0, 1)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join(30)
+    results = together(work, (0, 1))
     assert results == [[total(size) * (n + step) for step in range(50)] for n in (0, 1)]
 
 
@@ -173,11 +169,10 @@ def test_a_second_init_and_what_is_left_of_the_first(torch_ranks):
         )
 
 
+@pytest.mark.several
 @pytest.mark.parametrize("asynchronous", [False, True])
 def test_calls_that_differ_are_one_error_on_all(torch_ranks, asynchronous):
     rank, size = torch_ranks
-    if size == 1:
-        return
     x = torch.zeros(3 if rank else 4)
 
     def call():
@@ -203,10 +198,9 @@ def test_calls_that_differ_are_one_error_on_all(torch_ranks, asynchronous):
     assert x[0] == total(size)
 
 
+@pytest.mark.several
 def test_a_rank_that_does_not_come_is_named(torch_ranks):
     rank, size = torch_ranks
-    if size == 1:
-        return
     group = dist.new_group()
     if rank == 0:
         with pytest.raises(cc.CollectiveTimeout, match="barrier.*rank 1"):
@@ -215,7 +209,7 @@ def test_a_rank_that_does_not_come_is_named(torch_ranks):
             dist.all_reduce(ones(rank), group=group)
     dist.barrier()
     work = dist.irecv(torch.zeros(1), (rank + 1) % size)
-    with pytest.raises(cc.CollectiveTimeout, match="goes on"):
+    with pytest.raises(cc.CollectiveTimeout, match="and continues"):
         work.wait(datetime.timedelta(seconds=0.05))
     dist.barrier()
     dist.send(torch.zeros(1), (rank - 1) % size)
@@ -238,11 +232,10 @@ LATE = {
 }
 
 
+@pytest.mark.several
 def test_the_text_of_a_timeout_contains_timed_out(torch_ranks):
     """The words that launchers and loggers search for."""
     rank, size = torch_ranks
-    if size == 1:
-        return
     for call in LATE.values():
         group = dist.new_group()
         group.set_timeout(datetime.timedelta(seconds=0.2))

@@ -8,7 +8,7 @@ import pytest
 import strategies
 from conftest import UNDER_MPI
 from requirements import installed
-from served import cluster_test, in_turn, training
+from served import in_turn, only_workers, scenario, training
 from strategies.spare_replica import SpareReplicaStrategy
 
 jax, optax = installed("jax"), installed("optax")
@@ -82,102 +82,87 @@ def check_against_one_process(kind, transformation, params, rank, size, compiled
 
 
 @pytest.mark.parametrize("kind", KINDS)
-def test_synchronous_servers_make_the_steps_of_one_process(world, compiled, kind):
-    def body(strategy, server):
-        transformation = strategies.DistributedOptimizer(KINDS[kind](), strategy=strategy)
-        assert isinstance(transformation, optax.GradientTransformation)
-        params = parameters()
-        transformation.init(params)
-        names = ["['layer']['b']", "['layer']['w']", "['unused']"]
-        assert list(strategy.variables) == names
-        if training(server):
-            workers = server.cluster.workers
-            params = check_against_one_process(
-                kind, transformation, params, workers.rank, workers.size, compiled
-            )
-            workers.barrier()
-            newest = transformation.pull(params)
-            jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), newest, params)
-            workers.barrier()
-
-    cluster_test(body, synchronous=True, optimizer=lambda: None)(world)
-
-
-def test_spare_replicas_make_the_steps_of_one_process(world, compiled):
-    def run(comm):
-        with SpareReplicaStrategy(comm=comm) as strategy:
-            transformation = strategies.DistributedOptimizer(KINDS["adam"](), strategy=strategy)
-            params = parameters()
-            check_against_one_process(
-                "adam", transformation, params, comm.rank, comm.size, compiled
-            )
-
-    world.run(run)
-
-
-def test_each_worker_pushes_when_it_likes_and_rows_go_alone(world, compiled):
-    def body(strategy, server):
-        transformation = strategies.DistributedOptimizer(optax.sgd(1.0), strategy=strategy)
-        params = {"table": jnp.zeros((4, 2)), "w": jnp.ones(3)}
-        state = transformation.init(params)
-        if not training(server):
-            return
+@scenario(synchronous=True, optimizer=lambda: None)
+def test_synchronous_servers_make_the_steps_of_one_process(strategy, server, compiled, kind):
+    transformation = strategies.DistributedOptimizer(KINDS[kind](), strategy=strategy)
+    assert isinstance(transformation, optax.GradientTransformation)
+    params = parameters()
+    transformation.init(params)
+    names = ["['layer']['b']", "['layer']['w']", "['unused']"]
+    assert list(strategy.variables) == names
+    if training(server):
         workers = server.cluster.workers
-
-        @compiled
-        def step(params, indices, values):
-            gradients = {"table": strategies.Rows(indices, values), "w": jnp.ones(3)}
-            updates, _ = transformation.update(gradients, state, params)
-            return optax.apply_updates(params, updates)
-
-        def push():
-            # Zeros fill up.
-            values = jnp.array([[1.0, 1.0]] * 3 + [[0.0, 0.0]] * 2)
-            new = jax.block_until_ready(step(params, jnp.array([2, 0, 2, 2, 2]), values))
-            done = workers.rank + 1
-            assert new["table"][:, 0].tolist() == [-done, 0, -2 * done, 0]
-            assert new["w"].tolist() == [1 - done] * 3
-
-        in_turn(server, push)
+        params = check_against_one_process(
+            kind, transformation, params, workers.rank, workers.size, compiled
+        )
+        workers.barrier()
+        newest = transformation.pull(params)
+        jax.tree.map(lambda a, b: np.testing.assert_allclose(a, b, rtol=1e-6), newest, params)
         workers.barrier()
 
-    cluster_test(body, optimizer=lambda: None)(world)
 
-
-def test_what_cannot_be_wrapped_is_an_error_and_the_next_call_works(world):
-    def body(strategy, server):
-        for transformation, message in [
-            (optax.chain(optax.clip(1.0), optax.sgd(0.1)), "got clip scale"),
-            (optax.adam(0.1, eps_root=1e-3), "eps_root=0.001, expected 0"),
-            (optax.lion(0.1), "got scale_by_lion"),
-            (optax.rmsprop(0.1, eps_in_sqrt=False, initial_scale=1.0), "got one that steps to"),
-        ]:
-            with pytest.raises(ValueError, match=message):
-                strategies.DistributedOptimizer(transformation, strategy=strategy)
-        transformation = strategies.DistributedOptimizer(optax.sgd(0.1), strategy=strategy)
+def test_spare_replicas_make_the_steps_of_one_process(comm, compiled):
+    with SpareReplicaStrategy(comm=comm) as strategy:
+        transformation = strategies.DistributedOptimizer(KINDS["adam"](), strategy=strategy)
         params = parameters()
-        with pytest.raises(TypeError, match=r"outside of jax\.jit"):
-            jax.jit(transformation.init)(params)
-        with pytest.raises(ValueError, match="expected init first"):
-            transformation.update(params, (), params)
-        state = transformation.init(params)
-        with pytest.raises(ValueError, match="expected params, got None"):
-            transformation.update(params, state)
-        with pytest.raises(ValueError, match="other parameters than init was given"):
-            transformation.update({"w": jnp.ones(1)}, state, {"w": jnp.ones(1)})
-        if training(server):
-            in_turn(server, lambda: transformation.update(params, state, params))
-            server.cluster.workers.barrier()
-
-    cluster_test(body, optimizer=lambda: None)(world)
+        check_against_one_process("adam", transformation, params, comm.rank, comm.size, compiled)
 
 
-def test_parameters_must_begin_as_the_chiefs(world):
-    def body(strategy, server):
-        transformation = strategies.DistributedOptimizer(optax.sgd(0.1), strategy=strategy)
-        chief = server.cluster.training_ranks[0]
-        rank = server.cluster.comm.rank
-        with pytest.raises(ValueError, match=r"a parameter is not the chief's.*\['w'\]"):
-            transformation.init(parameters(shift=float(rank == chief))["layer"])
+@scenario(optimizer=lambda: None)
+def test_each_worker_pushes_when_it_likes_and_rows_go_alone(strategy, server, compiled):
+    transformation = strategies.DistributedOptimizer(optax.sgd(1.0), strategy=strategy)
+    params = {"table": jnp.zeros((4, 2)), "w": jnp.ones(3)}
+    state = transformation.init(params)
+    workers = only_workers(server)
 
-    cluster_test(body, optimizer=lambda: None)(world)
+    @compiled
+    def step(params, indices, values):
+        gradients = {"table": strategies.Rows(indices, values), "w": jnp.ones(3)}
+        updates, _ = transformation.update(gradients, state, params)
+        return optax.apply_updates(params, updates)
+
+    def push():
+        # Zeros fill up.
+        values = jnp.array([[1.0, 1.0]] * 3 + [[0.0, 0.0]] * 2)
+        new = jax.block_until_ready(step(params, jnp.array([2, 0, 2, 2, 2]), values))
+        done = workers.rank + 1
+        assert new["table"][:, 0].tolist() == [-done, 0, -2 * done, 0]
+        assert new["w"].tolist() == [1 - done] * 3
+
+    in_turn(server, push)
+    workers.barrier()
+
+
+@scenario(optimizer=lambda: None)
+def test_what_cannot_be_wrapped_is_an_error_and_the_next_call_works(strategy, server):
+    for transformation, message in [
+        (optax.chain(optax.clip(1.0), optax.sgd(0.1)), "got clip scale"),
+        (optax.adam(0.1, eps_root=1e-3), "eps_root=0.001, expected 0"),
+        (optax.lion(0.1), "got scale_by_lion"),
+        (optax.rmsprop(0.1, eps_in_sqrt=False, initial_scale=1.0), "got one that steps to"),
+    ]:
+        with pytest.raises(ValueError, match=message):
+            strategies.DistributedOptimizer(transformation, strategy=strategy)
+    transformation = strategies.DistributedOptimizer(optax.sgd(0.1), strategy=strategy)
+    params = parameters()
+    with pytest.raises(TypeError, match=r"outside of jax\.jit"):
+        jax.jit(transformation.init)(params)
+    with pytest.raises(ValueError, match="expected init first"):
+        transformation.update(params, (), params)
+    state = transformation.init(params)
+    with pytest.raises(ValueError, match="expected params, got None"):
+        transformation.update(params, state)
+    with pytest.raises(ValueError, match="other parameters than init was given"):
+        transformation.update({"w": jnp.ones(1)}, state, {"w": jnp.ones(1)})
+    if training(server):
+        in_turn(server, lambda: transformation.update(params, state, params))
+        server.cluster.workers.barrier()
+
+
+@scenario(optimizer=lambda: None)
+def test_parameters_must_begin_as_the_chiefs(strategy, server):
+    transformation = strategies.DistributedOptimizer(optax.sgd(0.1), strategy=strategy)
+    chief = server.cluster.training_ranks[0]
+    rank = server.cluster.comm.rank
+    with pytest.raises(ValueError, match=r"a parameter is not the chief's.*\['w'\]"):
+        transformation.init(parameters(shift=float(rank == chief))["layer"])

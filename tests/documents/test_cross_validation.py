@@ -9,8 +9,7 @@ from launcher import ROOT, mpirun
 
 def validated(size):
     """Return what was printed for each size of network, and how many were trained by each rank."""
-    result = mpirun(size, ROOT / "examples" / "cross_validation.py", timeout=100)
-    assert result.status == 0, result
+    result = mpirun(size, ROOT / "examples" / "cross_validation.py", timeout=100).checked()
     *table, last = result.stdout.splitlines()
     return table, [int(n) for n in re.search(r"by rank: (.*)$", last)[1].split()]
 

@@ -12,8 +12,7 @@ from launcher import ROOT, run
 
 def test_8_bits_take_a_quarter_of_the_memory_and_recognise_as_many_digits():
     program = str(ROOT / "examples" / "eight_bit_weights.py")
-    result = run([sys.executable, program, "--hidden", "2048"], timeout=100)
-    assert result.status == 0, result
+    result = run([sys.executable, program, "--hidden", "2048"], timeout=100).checked()
     lines = re.findall(r"^ *(.*): (\S+) MiB, \d+ us a query, accuracy (\S+)$", result.stdout, re.M)
     found = {name: (float(size), float(accuracy)) for name, size, accuracy in lines}
     assert list(found) == ["float32, NumPy", "float32", "8 bits"]

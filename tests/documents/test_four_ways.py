@@ -12,8 +12,7 @@ from pairwise import also
 
 @pytest.mark.parametrize("size", [also(2), 3])
 def test_all_four_ways_learn_the_digits_and_those_in_step_find_the_same(size):
-    result = mpirun(size, ROOT / "examples" / "four_ways.py", timeout=100)
-    assert result.status == 0, result
+    result = mpirun(size, ROOT / "examples" / "four_ways.py", timeout=100).checked()
     found = re.findall(r"^ *(.*): +(\d+) updates, \S+ s, accuracy (\S+)$", result.stdout, re.M)
     ways = {way: (int(updates), float(accuracy)) for way, updates, accuracy in found}
     batches = 12 * (1250 // 50)

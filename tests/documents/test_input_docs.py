@@ -40,6 +40,5 @@ def test_a_loader_of_pytorch(tmp_path):
     begin = PAGE.read_text().index("### A `DataLoader` of PyTorch")
     blocks = re.findall(r"^```(?:python)?\n(.*?)^```$", PAGE.read_text()[begin:], re.M | re.S)
     (tmp_path / "program.py").write_text(blocks[0])
-    result = mpirun(2, "program.py", cwd=tmp_path, timeout=110, PYTHONPATH=str(ROOT))
-    assert result.status == 0, result.stderr
+    result = mpirun(2, "program.py", cwd=tmp_path, timeout=110, PYTHONPATH=str(ROOT)).checked()
     assert result.stdout == blocks[1]

@@ -21,8 +21,7 @@ def test_the_devices_of_jax_train_alike(tmp_path):
         result = mpirun(
             ranks, program, "--epochs", "6", "--save", str(file), timeout=100,
             JAX_NUM_CPU_DEVICES=str(devices), JAX_PLATFORMS="cpu", NPROC="32",
-        )  # fmt: skip
-        assert result.status == 0, result
+        ).checked()  # fmt: skip
         assert f"{ranks} ranks of {devices} devices" in result.stdout
         (accuracy,) = re.findall(r"^accuracy on the held-out digits: (.*)$", result.stdout, re.M)
         assert float(accuracy) >= 0.93, result
@@ -39,8 +38,7 @@ def test_an_ensemble_on_devices_answers_without_the_one_that_is_late():
     needs("jax", "sklearn")
     program = str(ROOT / "examples" / "ensemble_of_devices.py")
     options = ["--slow", "2", "--epochs", "2", "--deadline", "1", "--batches", "3"]
-    result = run([sys.executable, program, *options], timeout=60, NPROC="32")
-    assert result.status == 0, result
+    result = run([sys.executable, program, *options], timeout=60, NPROC="32").checked()
     # The late one, whose answer takes three deadlines, is not asked again before.
     answered = re.findall(r"^batch \d: answered by (.*) within", result.stdout, re.M)
     assert answered == ["0 1 3 4 5 6 7"] * 3, result

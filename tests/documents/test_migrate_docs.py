@@ -1,19 +1,12 @@
-"""The examples of docs/migrate-from-horovod.md are true, and its table has all names."""
+"""The table of docs/migrate-from-horovod.md has all names."""
 
 from __future__ import annotations
 
-import doctest
 import re
 
 from launcher import ROOT
 
 PAGE = ROOT / "docs" / "migrate-from-horovod.md"
-
-
-def test_examples():
-    result = doctest.testfile(str(PAGE), module_relative=False)
-    assert result.attempted > 3
-    assert result.failed == 0
 
 
 def test_every_name_is_on_the_page():

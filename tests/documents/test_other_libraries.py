@@ -23,17 +23,14 @@ def needs_torch():
 
 def run(tmp_path, text: str):
     (tmp_path / "train.py").write_text(text)
-    result = mpirun(2, "train.py", cwd=tmp_path, timeout=110, PYTHONPATH=str(ROOT))
-    assert result.status == 0, result.stdout + result.stderr
-    return result.stdout
+    return mpirun(2, "train.py", cwd=tmp_path, timeout=110, PYTHONPATH=str(ROOT)).checked().stdout
 
 
 @pytest.mark.parametrize("subject", ["torch", "horovod", "mpi4py"])
 def test_every_row_of_the_tables(subject, request):
     if subject == "torch":
         request.getfixturevalue("needs_torch")
-    result = mpirun(2, "tests/documents/other_libraries.py", subject, timeout=110)
-    assert result.status == 0, result.stdout + result.stderr
+    result = mpirun(2, "tests/documents/other_libraries.py", subject, timeout=110).checked()
     assert int(result.stdout.split()[0]) > 15
 
 

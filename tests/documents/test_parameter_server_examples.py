@@ -6,9 +6,11 @@ import re
 
 import pytest
 
+import programs
 import strategies
 from launcher import ROOT, asked_to_stop, mpirun
 from pairwise import also
+from requirements import installed
 
 PROGRAM = ROOT / "examples" / "parameter_server.py"
 
@@ -25,8 +27,7 @@ PROGRAM = ROOT / "examples" / "parameter_server.py"
     ],
 )
 def test_the_digits_are_learnt(size, options):
-    result = mpirun(size, PROGRAM, *options, timeout=110)
-    assert result.status == 0, result
+    result = mpirun(size, PROGRAM, *options, timeout=110).checked()
     (accuracy,) = re.findall(r"^accuracy on the held-out digits: (.*)$", result.stdout, re.M)
     assert float(accuracy) >= 0.96, result
     (mean,) = re.findall(r"^mean staleness (.*), at most", result.stdout, re.M)
@@ -64,6 +65,11 @@ def test_the_program_of_the_documentation(tmp_path):
     text = (ROOT / "docs" / "parameter-server.md").read_text()
     program = tmp_path / "program.py"
     program.write_text(re.findall(r"```python\n(.*?)```", text, re.S)[0])
-    result = mpirun(3, program, timeout=60)
-    assert result.status == 0, result
+    result = mpirun(3, program, timeout=60).checked()
     assert result.stdout.splitlines() == ["(3,) True"] * 2, result
+
+
+def test_a_net_of_torch_beside_a_table(tmp_path):
+    installed("torch")
+    page = programs.read(ROOT / "docs" / "parameter-server.md")
+    assert programs.try_out(page, tmp_path, 90) == 1

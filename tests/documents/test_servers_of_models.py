@@ -27,8 +27,7 @@ PACKAGES = {"torch": ["torch"], "jax": ["jax", "optax"]}
 def test_the_digits_are_learnt(library, size, options):
     needs(*PACKAGES[library], "sklearn")
     program = ROOT / "examples" / f"{library}_servers.py"
-    result = mpirun(size, program, *options, timeout=110)
-    assert result.status == 0, result
+    result = mpirun(size, program, *options, timeout=110).checked()
     (accuracy,) = re.findall(r"^accuracy on the held-out digits: (.*)$", result.stdout, re.M)
     assert float(accuracy) >= 0.96, result
     expected = "1 of 4 replicas spare" if "--spare" in options else f"{size - 1} workers"
@@ -51,8 +50,7 @@ def test_a_table_that_no_worker_has_the_memory_for(tmp_path, rows):
 
 def _learnt(program, rows, options):
     """Return the loss at first and in the end; nobody has needed more memory than for its rows."""
-    result = mpirun(4, program, "--rows", str(rows), *options, timeout=115)
-    assert result.status == 0, result
+    result = mpirun(4, program, "--rows", str(rows), *options, timeout=115).checked()
     losses = re.findall(r"^loss (.*) at first, (.*) in the end", result.stdout, re.M)[0]
     peaks = re.findall(r"^/job:(\w+)/task:\d: (\d+) MiB at most", result.stdout, re.M)
     assert [job for job, _ in peaks] == ["ps", "ps", "worker", "worker"]

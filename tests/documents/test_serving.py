@@ -13,8 +13,7 @@ from pairwise import also
 @pytest.mark.parametrize("size", [also(2), 3])
 def test_every_query_is_answered_by_one_replica_and_by_two(size):
     options = ["--queries", 100, "--wait", 1]
-    result = mpirun(size, ROOT / "examples" / "serving.py", *options, timeout=100)
-    assert result.status == 0, result
+    result = mpirun(size, ROOT / "examples" / "serving.py", *options, timeout=100).checked()
     pattern = r"^replicas: (\d+), (\d+) queries per second, each \S+ ms, accuracy (\S+)$"
     found = re.findall(pattern, result.stdout, re.M)
     assert [int(replicas) for replicas, _, _ in found] == list(range(1, size))

@@ -1,8 +1,7 @@
-"""The examples of docs/spare-replicas.md are true, and its program learns."""
+"""The program of docs/spare-replicas.md learns."""
 
 from __future__ import annotations
 
-import doctest
 import importlib.util
 
 import numpy as np
@@ -14,20 +13,11 @@ from pairwise import also
 from requirements import needs
 
 
-def test_examples():
-    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    document = str(ROOT / "docs" / "spare-replicas.md")
-    result = doctest.testfile(document, module_relative=False, optionflags=options)
-    assert result.attempted > 10
-    assert result.failed == 0
-
-
 @pytest.mark.parametrize(("size", "count"), [(1, 1), also(2, 3), (4, 3)])
 def test_the_digits_are_learned(size, count):
     needs("sklearn")
     program = ROOT / "examples" / "spare_replicas.py"
-    result = mpirun(size, program, "--replicas-to-aggregate", count, timeout=110)
-    assert result.status == 0, result
+    result = mpirun(size, program, "--replicas-to-aggregate", count, timeout=110).checked()
     (line,) = [t for t in result.stdout.splitlines() if t.startswith("accuracy on the held-out")]
     assert float(line.rpartition(" ")[2]) >= 0.96
     used = [int(t.split()[2]) for t in result.stdout.splitlines() if t.endswith(" late")]
@@ -47,8 +37,7 @@ def test_asked_to_stop_all_leave_with_a_checkpoint_and_go_on(tmp_path):
     saved = strategies.CheckpointManager(tmp_path).restore_or_none()
     assert any(name.startswith("optimizer/") for name in saved.tensors)
     last = saved.step + 60
-    result = mpirun(4, *program, "--resume", "--steps", last, timeout=110)
-    assert result.status == 0, result
+    result = mpirun(4, *program, "--resume", "--steps", last, timeout=110).checked()
     assert sum(used_in(result)) == 60 * 3
     assert strategies.CheckpointManager(tmp_path).restore_or_none().step == last
 
@@ -59,8 +48,7 @@ def test_after_a_death_the_program_ends_as_any_other():
     result = mpirun(
         4, program, "--steps", 100, options=("--with-ft", "ulfm"), timeout=110,
         UNISONO_FAULT="step=50,rank=2,kind=kill",
-    )  # fmt: skip
-    assert result.status == 0, result
+    ).checked()  # fmt: skip
     used = used_in(result)
     assert sum(used) == 300
     assert used[2] <= 50

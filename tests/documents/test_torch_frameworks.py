@@ -181,13 +181,11 @@ def run(folder, text, size=2, **variables):
 )
 def test_a_script_of_a_framework(metadata, framework, script):
     needs(framework)
-    result = run(metadata, DATA + script + END)
-    assert result.status == 0, result.stdout + result.stderr
+    result = run(metadata, DATA + script + END).checked()
     assert result.stdout.count("learnt unisono") == 2
 
 
 def test_workers_of_loaders_are_no_ranks(tmp_path):
     """Also those that import the program anew, and with all checks of PyTorch."""
-    result = run(tmp_path, DATA + LOADERS, TORCH_DISTRIBUTED_DEBUG="DETAIL")
-    assert result.status == 0, result.stdout + result.stderr
+    result = run(tmp_path, DATA + LOADERS, TORCH_DISTRIBUTED_DEBUG="DETAIL").checked()
     assert result.stdout.count("loaded") == 2

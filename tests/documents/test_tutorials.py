@@ -25,8 +25,8 @@ PAGES = {
     "how-to/checkpoints.md": 1,
     "how-to/hangs.md": 1,
     "how-to/my-launcher.md": 1,
+    "how-to/simulations.md": 2,
     "how-to/sixteen-bits.md": 1,
-    "how-to/uneven-data.md": 1,
     "tutorials/a-parameter-server.md": 1,
     "tutorials/files-and-queues.md": 2,
     "tutorials/from-one-machine-to-slurm.md": 1,
@@ -36,6 +36,7 @@ PAGES = {
 ULFM_PAGES = {"tutorials/survive.md": 3}
 TORCH_PAGES = {
     "how-to/gpus.md": 1,
+    "how-to/uneven-data.md": 2,
     "tutorials/a-horovod-script.md": 1,
     "tutorials/a-torch-script.md": 2,
 }

@@ -2,29 +2,18 @@
 
 from __future__ import annotations
 
-import re
-import textwrap
+from victims import FAULT_TOLERANT
 
-from launcher import ROOT, mpirun, mpirun_path, run
-from requirements import require
+from launcher import ROOT, mpirun, written
 from strategies.elastic import event_log
 
-FAULT_TOLERANT = ("--with-ft", "ulfm")
 DIGITS = ROOT / "examples" / "elastic_digits.py"
-
-
-def needs_fault_tolerance():
-    """Skip, or fail, where no MPI outlives its ranks."""
-    version = run([mpirun_path(), "--version"], timeout=30).stdout
-    if not re.search(r"Open MPI.* (?:[5-9]|\d\d)\.", version):
-        require("ulfm", "fault tolerance needs Open MPI 5")
 
 
 def start(tmp_path, program, faults, *arguments, size=3, options=FAULT_TOLERANT, **extra):
     """Run a program, or `HEAD` and its text, with faults; returns how it ended, and its events."""
     if not hasattr(program, "suffix"):
-        text, program = program, tmp_path / "program.py"
-        program.write_text(textwrap.dedent(HEAD) + textwrap.dedent(text))
+        program = written(tmp_path, HEAD, program)
     result = mpirun(
         size, program, *arguments, options=options, timeout=110, UNISONO_FAULT=faults,
         UNISONO_EVENTS=str(tmp_path / "events"), UNISONO_RECORDER_DIR=str(tmp_path), **extra,

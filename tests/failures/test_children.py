@@ -70,8 +70,7 @@ FORKED = """
 
 
 def test_forked_children_refuse_calls_and_leave_mpi_to_their_rank(tmp_path):
-    result = mpirun(2, written(tmp_path, FORKED), timeout=100)
-    assert result.status == 0, result
+    result = mpirun(2, written(tmp_path, FORKED), timeout=100).checked()
     statuses = {"refused": 0, "leaves_blocks": 7, "fails": 1, "<lambda>": 0}
     told = [f"{name} {status}" for name, status in statuses.items()] + ["sum 2.0"]
     assert lines(result) == sorted(f"rank {rank}: {text}" for rank in (0, 1) for text in told)
@@ -113,8 +112,7 @@ SIGNALS = """
 
 
 def test_signal_handlers_count_only_in_the_process_that_set_them(tmp_path):
-    result = mpirun(2, written(tmp_path, SIGNALS), cwd=tmp_path, timeout=100)
-    assert result.status == 0, result
+    result = mpirun(2, written(tmp_path, SIGNALS), cwd=tmp_path, timeout=100).checked()
     told = ("[True, True, True]", "ended by -15")
     assert lines(result) == sorted(f"rank {rank}: {text}" for rank in (0, 1) for text in told)
 
@@ -176,6 +174,5 @@ def test_mpi_is_finalized_with_the_program_if_init_has_initialized_it(tmp_path, 
         comm = cc.init()
         print(f"rank {{comm.rank}}: {{comm.allreduce(1.0)}}", flush=True)
     """
-    result = mpirun(2, written(tmp_path, text))
-    assert result.status == 0, result
+    result = mpirun(2, written(tmp_path, text)).checked()
     assert lines(result) == ["rank 0: 1.0", "rank 1: 1.0"]

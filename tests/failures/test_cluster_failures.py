@@ -3,24 +3,14 @@
 from __future__ import annotations
 
 import pytest
-
-from launcher import mpirun, written
-
-ULFM = ("--with-ft", "ulfm")
+import victims
+from victims import FAULT_TOLERANT
 
 PRELUDE = """
-    import os, signal, sys, time
-    import numpy as np
-    import collectives as cc
     from strategies.cluster.cluster import Cluster
     from strategies.rpc.server import Server
-    from strategies.errors import *
     from strategies.queues.queue_types import FIFOQueue
     from strategies.queues.remote import shared_queue
-
-    def die():
-        time.sleep(0.5)  # others may still be in what went before, and would fail there
-        os.kill(os.getpid(), signal.SIGKILL)
 
     def leave(*words):
         print(f"{cluster.job} {cluster.task_index}:", *words, flush=True)
@@ -34,12 +24,9 @@ PRELUDE = """
 """
 
 
-def start(tmp_path, size, cluster, text, *, options=ULFM):
-    file = written(tmp_path, PRELUDE, text)
-    return mpirun(
-        size, file, options=options, timeout=60,
-        UNISONO_ABORT_ON_EXCEPTION="0", UNISONO_CLUSTER=cluster,
-    )  # fmt: skip
+def start(tmp_path, size, cluster, *parts, options=FAULT_TOLERANT):
+    extra = {"options": options, "UNISONO_CLUSTER": cluster}
+    return victims.start(tmp_path, size, PRELUDE, *parts, **extra)
 
 
 def lines(result):
@@ -59,18 +46,13 @@ JOIN = """
 def test_a_ps_whose_workers_have_all_died_ends_with_an_error(tmp_path):
     result = start(tmp_path, 3, "ps:1,worker:*", JOIN + "    die()\n")
     (line,) = lines(result)
-    assert line.startswith("ps 0: UnavailableError: join: no task that trains has come to its end")
+    assert line.startswith("ps 0: UnavailableError: join: no training task has ended normally")
     assert "/job:worker/task:0: task 1 died" in line
     assert "/job:worker/task:1: task 2 died" in line
 
 
 def test_a_ps_goes_on_for_the_workers_that_are_left(tmp_path):
-    result = start(
-        tmp_path,
-        4,
-        "chief:1,ps:2,worker:*",
-        JOIN
-        + """
+    text = """
     if cluster.job == "worker":
         ready.enqueue(1)
         die()
@@ -79,27 +61,21 @@ def test_a_ps_goes_on_for_the_workers_that_are_left(tmp_path):
     ready.enqueue(2)                              # the ps still serves
     server.close()
     leave(reasons)
-""",
-    )
+    """
+    result = start(tmp_path, 4, "chief:1,ps:2,worker:*", JOIN, text)
     assert lines(result) == ["chief 0: {3: 'task 3 died'}", "ps 0: done", "ps 1: done"]
 
 
-@pytest.mark.parametrize("options", [(), ULFM])
+@pytest.mark.parametrize("options", [(), FAULT_TOLERANT])
 def test_workers_that_leave_with_an_exception_are_not_done(tmp_path, options):
-    result = start(
-        tmp_path,
-        2,
-        "ps:1,worker:*",
-        JOIN
-        + """
+    text = """
     try:
         with server:
             raise KeyError("no such column")
     except KeyError:
         leave("left")
-""",
-        options=options,
-    )
+    """
+    result = start(tmp_path, 2, "ps:1,worker:*", JOIN, text, options=options)
     error, left = lines(result)
     assert error.startswith("ps 0: UnavailableError: join: ")
     assert "KeyError: 'no such column'" in error

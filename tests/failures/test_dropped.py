@@ -125,8 +125,7 @@ def grown(tmp_path, *names):
     """Return the growth on each rank: of files, maps, threads and Python objects."""
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    result = mpirun(2, program, str(MADE), *names, timeout=170)
-    assert result.status == 0, result
+    result = mpirun(2, program, str(MADE), *names, timeout=170).checked()
     lines = [line for line in result.stdout.splitlines() if ", rank " in line]
     assert len(lines) == 2 * len(names), result
     return {line.split(":")[0]: [int(n) for n in line.split(":")[1].split()] for line in lines}

@@ -8,7 +8,8 @@ import sys
 from collections import Counter
 
 import pytest
-from elastic_jobs import DIGITS, FAULT_TOLERANT, needs_fault_tolerance, of_kind, start
+from elastic_jobs import DIGITS, of_kind, start
+from victims import FAULT_TOLERANT, needs_fault_tolerance
 
 from launcher import ROOT, asked_to_stop, mpirun, run
 from pairwise import also

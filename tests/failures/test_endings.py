@@ -4,12 +4,11 @@ from __future__ import annotations
 
 import itertools
 import re
-import textwrap
 
 import pytest
-from elastic_jobs import FAULT_TOLERANT, needs_fault_tolerance
+from victims import FAULT_TOLERANT, needs_fault_tolerance
 
-from launcher import mpirun
+from launcher import mpirun, written
 from pairwise import also
 
 # Messages only: without shared memory a rank of the node is as far away as one of another node.
@@ -36,10 +35,8 @@ HEAD = """
 """
 
 
-def program(tmp_path, text):
-    file = tmp_path / "program.py"
-    file.write_text(textwrap.dedent(HEAD) + textwrap.dedent(text))
-    return file
+def program(tmp_path, *parts):
+    return written(tmp_path, HEAD, *parts)
 
 
 def check_told(result, ranks, kind, words, within):
@@ -89,7 +86,7 @@ KINDS = ("plain", "new", "planned", "asynchronous", "buckets", "native")
 
 @pytest.mark.parametrize("settings", [{}, MESSAGES], ids=["node", "messages"])
 def test_who_needs_a_rank_that_has_ended_is_told(tmp_path, settings):
-    result = mpirun(3, program(tmp_path, "how = 'ends'\n" + textwrap.dedent(CALLS)), **settings)
+    result = mpirun(3, program(tmp_path, "how = 'ends'\n", CALLS), **settings)
     words = r"rank 1 has ended its program \((after|before) [\w# ]+( at program.py:\d+)?\)"
     within = BETWEEN_NODES if settings else ON_A_NODE
     for kind in (*KINDS, "receive", "first"):
@@ -98,8 +95,8 @@ def test_who_needs_a_rank_that_has_ended_is_told(tmp_path, settings):
 
 
 def test_who_needs_a_rank_of_its_node_that_has_closed_the_communicator_is_told(tmp_path):
-    text = "how = 'closes'\n" + textwrap.dedent(CALLS) + "open('told', 'w').close()\n"
-    result = mpirun(3, program(tmp_path, text), cwd=tmp_path)
+    file = program(tmp_path, "how = 'closes'\n", CALLS, "open('told', 'w').close()\n")
+    result = mpirun(3, file, cwd=tmp_path)
     words = r"rank 1 has closed the communicator \(after \w+ #\d+ at program.py:\d+\)"
     for kind in ("plain", "new", "planned"):
         check_told(result, (0, 2), kind, words, ON_A_NODE)
@@ -343,7 +340,7 @@ LAST = {
 def test_an_error_of_one_rank_is_the_status_of_a_job_that_survives_it(tmp_path, when, settings):
     needs_fault_tolerance()
     text, status = LAST[when]
-    file = program(tmp_path, textwrap.dedent(LATE) + textwrap.dedent(text))
+    file = program(tmp_path, LATE, text)
     result = mpirun(3, file, timeout=60, cwd=tmp_path, options=FAULT_TOLERANT, **settings)
     assert result.status == status, result
 
@@ -372,8 +369,7 @@ def test_exit_handlers_after_mpi_finalize_have_no_limit(tmp_path):
         # Called after the handlers of this package, since it is registered before them.
         atexit.register(lambda: print("alarm in", signal.getitimer(signal.ITIMER_REAL)[0]))
     """
-    file = tmp_path / "ends.py"
-    file.write_text(textwrap.dedent(text) + program(tmp_path, "comm.barrier()").read_text())
+    file = written(tmp_path, text, HEAD, "comm.barrier()")
     result = mpirun(2, file, options=FAULT_TOLERANT)
     assert result.stdout.splitlines() == ["alarm in 0.0"] * 2, result
     assert result.status == 0, result

@@ -102,8 +102,7 @@ RESIDENT = 1 << 20
 def test_memory_is_flat_over_10000_calls_of_all_kinds(tmp_path, memory):
     program = tmp_path / "program.py"
     program.write_text(PROGRAM)
-    result = mpirun(2, program, str(WARM), timeout=170, UNISONO_SHARED_MEMORY=memory)
-    assert result.status == 0, result
+    result = mpirun(2, program, str(WARM), timeout=170, UNISONO_SHARED_MEMORY=memory).checked()
     for rank in range(2):
         (line,) = [t for t in result.stdout.splitlines() if t.startswith(f"rank {rank} ")]
         words = line.split()
@@ -150,8 +149,7 @@ with Service(comm) as service:
 def test_no_task_needs_the_memory_of_a_table_in_parts(tmp_path):
     file = tmp_path / "table.py"
     file.write_text(TABLE)
-    result = mpirun(3, file, timeout=100)
-    assert result.status == 0, result
+    result = mpirun(3, file, timeout=100).checked()
     found = dict(re.findall(r"^peaks (\w+) (.*)$", result.stdout, re.M))
     for name, held in (("normal", 183), ("own", 366)):  # MiB on each of two tasks so far
         first, second, maker = map(int, found[name].split())

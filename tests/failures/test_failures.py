@@ -9,18 +9,17 @@ import textwrap
 import time
 
 import pytest
+from victims import FAULT_TOLERANT
 
 import collectives as cc
 from collectives.core import errors
-from launcher import ROOT, mpirun, run
+from launcher import ROOT, mpirun, run, written
 
 TRAIN = ROOT / "examples" / "train_digits.py"
 
 
 def program(tmp_path, text):
-    file = tmp_path / "program.py"
-    file.write_text("import collectives as cc\nimport numpy as np\n" + textwrap.dedent(text))
-    return file
+    return written(tmp_path, "import collectives as cc\nimport numpy as np\n", text)
 
 
 RAISES_IN_STEP_3 = """
@@ -77,6 +76,38 @@ def test_an_exception_on_one_rank_is_shown_once_and_ends_the_job(tmp_path, text)
     assert shown.count("KeyError: 'the third step of rank 1'") == 1
     assert shown.count("Traceback (most recent call last)") == 1
     assert "[1/2] KeyError" in shown
+
+
+LOSES_RANK_1 = """
+    import os, signal
+    comm = cc.init()
+    def step():
+        comm.allreduce(np.ones(1000))
+    for number in range(10):
+        if number == 3 and comm.rank == 1:
+            os.kill(os.getpid(), signal.SIGKILL)
+        step()
+"""
+
+
+@pytest.mark.parametrize("setting", ["short", "full"])
+def test_the_other_rank_of_a_killed_one_shows_the_lines_of_the_program(tmp_path, setting):
+    file = program(tmp_path, LOSES_RANK_1)
+    # So that the launcher does not end the other rank first.
+    result = mpirun(2, file, options=FAULT_TOLERANT, UNISONO_TRACEBACK=setting)
+    printed = [x.removeprefix("[0/2] ") for x in result.stderr.splitlines() if "[0/2] " in x]
+    *_, error, command = printed
+    assert error == "collectives.core.errors.PeerFailure: allreduce: rank 1 died (rank 0 of 2)"
+    assert command == "what to do: python -m collectives errors PeerFailure"
+    files = [line for line in printed if line.startswith("  File ")]
+    if setting == "full":
+        assert len(files) > 5
+        assert "hidden" not in result.stderr
+    else:
+        assert [line.split(", ", 1)[1] for line in files] == [
+            "line 11, in <module>", "line 7, in step"
+        ]  # fmt: skip
+        assert len(printed) <= 11
 
 
 MISMATCH = """
@@ -178,8 +209,7 @@ def test_importing_starts_nothing():
         assert not MPI.Is_initialized()
         assert seconds < 5, seconds  # well under one; the limit leaves room for a slow machine
     """
-    result = run([sys.executable, "-c", textwrap.dedent(text)], timeout=60)
-    assert result.status == 0, result.stderr
+    run([sys.executable, "-c", textwrap.dedent(text)], timeout=60).checked()
 
 
 def test_importing_needs_no_mpi_library_and_init_says_how_to_get_one(tmp_path):

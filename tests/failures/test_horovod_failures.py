@@ -6,7 +6,7 @@ import json
 import re
 
 import pytest
-from elastic_jobs import needs_fault_tolerance
+from victims import FAULT_TOLERANT, needs_fault_tolerance
 
 from launcher import mpirun
 from requirements import installed
@@ -95,8 +95,7 @@ print("as expected")
 
 
 def test_from_init_to_the_end_of_the_program(tmp_path):
-    result = mpirun(2, "-c", WHOLE, tmp_path / "turn", timeout=40)
-    assert result.status == 0, result
+    result = mpirun(2, "-c", WHOLE, tmp_path / "turn", timeout=40).checked()
     for file in (f"turn{turn}/rank-{rank}.json" for turn in range(2) for rank in range(2)):
         events = json.loads((tmp_path / file).read_text())
         assert any(event.get("name") == "allreduce" for event in events), file
@@ -250,7 +249,7 @@ hvd.shutdown()
 def test_by_elastic_names_a_spare_rank_trains_in_the_place_of_a_dead_one(tmp_path):
     installed("torch")
     needs_fault_tolerance()
-    options, records = ("--with-ft", "ulfm"), str(tmp_path)
+    options, records = FAULT_TOLERANT, str(tmp_path)
     result = mpirun(
         4, "-c", ELASTIC_SPARE, options=options, timeout=90, UNISONO_RECORDER_DIR=records
     )
@@ -265,8 +264,10 @@ def test_a_job_goes_on_by_elastic_names_when_a_rank_is_killed(tmp_path, library)
     if library == "torch":
         installed("torch")
         program = ELASTIC_TORCH
-    options, records = ("--with-ft", "ulfm"), str(tmp_path)
+    options, records = FAULT_TOLERANT, str(tmp_path)
     result = mpirun(3, "-c", program, options=options, timeout=90, UNISONO_RECORDER_DIR=records)
+    assert f"rank {2 if library == 'torch' else 1} died: 2 of 3 survive" in result.stderr, result
+    assert "a dead rank ends this job" not in result.stderr, result
     if library == "torch":
         assert result.stdout.count("as expected 2") == 2, result
         assert result.status == 0, result
@@ -275,6 +276,18 @@ def test_a_job_goes_on_by_elastic_names_when_a_rank_is_killed(tmp_path, library)
     assert sorted(re.findall(r"reset \d \d", result.stdout)) == ["reset 0 2", "reset 1 2"]
     assert result.stdout.count("before callbacks 2") == 2, result
     assert result.status == 0, result
+
+
+def test_elastic_run_warns_once_where_a_dead_rank_ends_the_job():
+    program = """
+import numpy as np
+import strategies.horovod.numpy as hvd
+hvd.init()
+print("trained", hvd.elastic.run(lambda state: 7)(hvd.elastic.ObjectState(step=0)), flush=True)
+"""
+    result = mpirun(2, "-c", program, timeout=60).checked()
+    assert result.stdout.split() == ["trained", "7"] * 2
+    assert result.stderr.count("hvd.elastic.run: a dead rank ends this job") == 1, result
 
 
 WORLDS = """
@@ -301,6 +314,5 @@ print("as expected", flush=True)
 
 @pytest.mark.parametrize("comm", ["mpi4py", "a number"])
 def test_what_init_takes_for_its_ranks(comm):
-    result = mpirun(2, "-c", WORLDS, comm, timeout=40)
-    assert result.status == 0, result.stderr
+    result = mpirun(2, "-c", WORLDS, comm, timeout=40).checked()
     assert result.stdout.count("as expected") == 2

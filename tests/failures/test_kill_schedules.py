@@ -3,8 +3,8 @@
 from __future__ import annotations
 
 import pytest
-from elastic_jobs import needs_fault_tolerance
 from kill_schedules import Event, Schedule, drawn, run
+from victims import needs_fault_tolerance
 
 from pairwise import also
 

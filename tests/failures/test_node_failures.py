@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import json
 import os
-import textwrap
 
 import pytest
+from victims import FAULT_TOLERANT
 
-from launcher import mpirun
+from launcher import mpirun, written
 
 PROGRAM = """
 import os, signal, sys, time
@@ -48,7 +48,7 @@ def run(tmp_path, *arguments, options=(), **extra):
 
 @pytest.mark.parametrize("what", ["plan", "call"])
 def test_a_killed_rank_is_a_peer_failure_on_the_others_at_once(tmp_path, what):
-    result = run(tmp_path, "kill", what, options=("--with-ft", "ulfm"))
+    result = run(tmp_path, "kill", what, options=FAULT_TOLERANT)
     for rank in (0, 2):
         (line,) = [t for t in result.stdout.splitlines() if t.startswith(f"rank {rank} after ")]
         assert "PeerFailure: " in line, result
@@ -67,9 +67,7 @@ def test_a_stopped_rank_is_named_with_what_it_did_last(tmp_path):
 
 
 def test_nothing_stays_in_shared_memory_when_all_ranks_are_killed(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent("""
+    text = """
         import os, signal
         import numpy as np
         import collectives as cc
@@ -79,9 +77,8 @@ def test_nothing_stays_in_shared_memory_when_all_ranks_are_killed(tmp_path):
         comm.split(comm.rank % 2).barrier()
         print("ready", os.getpid(), flush=True)
         os.kill(os.getpid(), signal.SIGKILL)
-        """)
-    )
-    result = mpirun(3, program, timeout=60)
+    """
+    result = mpirun(3, written(tmp_path, text), timeout=60)
     pids = [line.split()[1] for line in result.stdout.splitlines() if line.startswith("ready")]
     assert pids
     left = [name for name in os.listdir("/dev/shm") if name.startswith("unisono")]
@@ -110,8 +107,7 @@ print("done", flush=True)
 def test_what_a_rank_leaves_that_is_killed_before_all_have_opened_it_goes_at_the_next_start(
     tmp_path, moment
 ):
-    program, memory = tmp_path / "program.py", tmp_path / "memory"
-    program.write_text(KILLED)
+    program, memory = written(tmp_path, KILLED), tmp_path / "memory"
     memory.mkdir()
     assert mpirun(2, program, moment, UNISONO_SHARED_MEMORY=str(memory)).status != 0
     (left,) = memory.iterdir()

@@ -3,33 +3,20 @@
 from __future__ import annotations
 
 import pytest
+import victims
 
-from launcher import lines, mpirun, written
+from launcher import lines
 from pairwise import also
 
-ULFM = ("--with-ft", "ulfm")
-
 PRELUDE = """
-    import os, signal, sys, threading, time
-    import numpy as np
-    import collectives as cc
-    import strategies
     from strategies.cluster.cluster import Cluster
     from strategies.rpc.server import Server
     from strategies.cluster.spec import ClusterSpec
-    from strategies.errors import OpError, UnavailableError
     from strategies.parameter_server import ClusterCoordinator, ParameterServerStrategy
-
-    def say(*words):
-        print(f"rank {comm.rank}:", *words, flush=True)
 
     def die():
         sys.stdout.flush()
         os.kill(os.getpid(), signal.SIGKILL)
-
-    def leave():
-        sys.stdout.flush()
-        os._exit(0)                                # MPI_Finalize may wait for the dead
 
     def start(ps=1, **options):
         global server, strategy, w
@@ -50,22 +37,22 @@ PRELUDE = """
             assert time.monotonic() - began < 10, "too late"
             return f"{type(error).__name__}: {error}"
         return "fine"
-
-    comm = cc.init()
 """
 
 
-def start(tmp_path, size, text, *, timeout=60):
-    file = written(tmp_path, PRELUDE, text)
-    return mpirun(size, file, options=ULFM, timeout=timeout, UNISONO_ABORT_ON_EXCEPTION="0")
+END = """
+    server.close()
+    leave()
+"""
+
+
+def start(tmp_path, size, *parts):
+    return victims.start(tmp_path, size, PRELUDE, *parts)
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_the_others_go_on_without_a_killed_worker(tmp_path, synchronous):
-    result = start(
-        tmp_path,
-        4,
-        f"""
+    text = f"""
         start(synchronous={synchronous})
         if comm.rank == 0:
             say(outcome(server.join))
@@ -76,18 +63,45 @@ def test_the_others_go_on_without_a_killed_worker(tmp_path, synchronous):
                 push()
             strategy.leave()
             say("done", strategy.reports()[0].records[comm.rank].applied)
-        server.close()
-        leave()
-        """,
-    )
+    """
+    result = start(tmp_path, 4, text, END)
     assert lines(result) == ["rank 0: fine", "rank 1: done 20", "rank 2: done 20"], result
 
 
+@pytest.mark.parametrize("killed", [1, 3])
+def test_a_session_of_the_workers_ends_without_a_killed_one(tmp_path, killed):
+    text = f"""
+        from strategies.checkpoint import Saver
+        from strategies.session import TrainingSession, hooks
+        start()
+        if comm.rank == 0:
+            say(outcome(server.join))
+        else:
+            checkpoints = strategies.CheckpointManager("{tmp_path / "run"}")
+            saver = Saver(checkpoints, model=strategy)
+            with checkpoints, TrainingSession(
+                saver, server.cluster.workers, in_step=False, hooks=[hooks.StopAtStep(20)]
+            ) as session:
+                while not session.should_stop():
+                    if comm.rank == {killed} and session.step == 5:
+                        die()
+                    session.run(push)
+                strategy.leave()
+            names = sorted(os.listdir("{tmp_path / "run"}")) if session.is_chief else ""
+            say("ended", session.step, *names)
+    """
+    result = start(tmp_path, 4, text, END)
+    alive = sorted({1, 2, 3} - {killed})
+    chief, other = (f"rank {rank}: ended 20" for rank in alive)
+    found = lines(result)
+    assert found[0] == "rank 0: fine", result
+    assert found[2].strip() == other, result
+    assert found[1].startswith(f"{chief} "), result
+    assert "step" in found[1], result
+
+
 def test_a_worker_that_dies_while_others_wait_for_it_lets_them_go(tmp_path):
-    result = start(
-        tmp_path,
-        3,
-        """
+    text = """
         start(synchronous=True)
         if comm.rank == 0:
             server.join()
@@ -97,19 +111,14 @@ def test_a_worker_that_dies_while_others_wait_for_it_lets_them_go(tmp_path):
         else:
             threading.Timer(2.0, die).start()
             time.sleep(30)
-        server.close()
-        leave()
-        """,
-    )
+    """
+    result = start(tmp_path, 3, text, END)
     assert lines(result) == ["rank 1: fine -1.0", "rank 1: still waits 0.0"], result
 
 
 @pytest.mark.parametrize("synchronous", [False, True])
 def test_a_killed_ps_is_a_clear_error_everywhere(tmp_path, synchronous):
-    result = start(
-        tmp_path,
-        5,
-        f"""
+    text = f"""
         start(ps=2, synchronous={synchronous}, timeout=20)
         if comm.rank == 1:
             threading.Timer(1.0, die).start()
@@ -125,10 +134,8 @@ def test_a_killed_ps_is_a_clear_error_everywhere(tmp_path, synchronous):
             again = outcome(push)
             assert "task 1 died" in again, again
             assert "task 1 died" in outcome(strategy.pull)
-        server.close()
-        leave()
-        """,
-    )
+    """
+    result = start(tmp_path, 5, text, END)
     found = lines(result)
     assert len(found) == 4, result
     assert found[0] == "rank 0: fine", result
@@ -140,10 +147,7 @@ def test_a_killed_ps_is_a_clear_error_everywhere(tmp_path, synchronous):
 
 @pytest.mark.parametrize(("synchronous", "total"), [also(False, -20.0), (True, -10.0)])
 def test_a_worker_that_stops_for_5_seconds_does_no_harm(tmp_path, synchronous, total):
-    result = start(
-        tmp_path,
-        3,
-        f"""
+    text = f"""
         import subprocess
         start(synchronous={synchronous})
         if comm.rank == 0:
@@ -157,10 +161,8 @@ def test_a_worker_that_stops_for_5_seconds_does_no_harm(tmp_path, synchronous, t
             server.cluster.workers.barrier()
             strategy.pull()
             say(w.value[0], sum(r.applied for r in strategy.reports()[0].records.values()))
-        server.close()
-        leave()
-        """,
-    )
+    """
+    result = start(tmp_path, 3, text, END)
     assert lines(result) == [f"rank 1: {total} 20", f"rank 2: {total} 20"], result
 
 
@@ -206,10 +208,7 @@ def test_training_goes_on_from_a_checkpoint_after_a_ps_was_killed(tmp_path):
 
 def test_training_goes_on_without_a_killed_chief(tmp_path):
     # Nobody needs it but a warm-up, which it ends.
-    result = start(
-        tmp_path,
-        3,
-        """
+    text = """
         start(synchronous=True, warmup_steps=1000)
         if comm.rank == 0:
             say(outcome(server.join))
@@ -221,10 +220,8 @@ def test_training_goes_on_without_a_killed_chief(tmp_path):
             for _ in range(5):
                 push()
             say("done", w.value[0])
-        server.close()
-        leave()
-        """,
-    )
+    """
+    result = start(tmp_path, 3, text, END)
     assert lines(result) == ["rank 0: fine", "rank 2: done -9.0"], result
 
 
@@ -241,11 +238,7 @@ CALLS = """
 
 
 def test_work_of_a_killed_worker_is_given_to_another(tmp_path):
-    result = start(
-        tmp_path,
-        4,
-        CALLS
-        + """
+    text = """
         if coordinator.coordinates:
             results = [coordinator.schedule(step, args=(3, n)) for n in range(30)]
             coordinator.join(30)
@@ -254,31 +247,23 @@ def test_work_of_a_killed_worker_is_given_to_another(tmp_path):
             say("at least once", -w.value[0] >= 30)
         else:
             say(outcome(lambda: coordinator.serve(40)))
-    server.close()
-    leave()
-    """,
-    )
+    """
+    result = start(tmp_path, 4, CALLS + text, END)
     assert lines(result) == [
         "rank 0: fine", "rank 1: True", "rank 1: at least once True", "rank 2: fine"
     ], result  # fmt: skip
 
 
 def test_no_worker_is_left(tmp_path):
-    result = start(
-        tmp_path,
-        3,
-        CALLS
-        + """
+    text = """
         if coordinator.coordinates:
             results = [coordinator.schedule(step, args=(2, n)) for n in range(10)]
             say(outcome(lambda: coordinator.join(30)))
             say(outcome(lambda: coordinator.schedule(step, args=(2, 0))))
         else:
             coordinator.serve(40)
-    server.close()
-    leave()
-    """,
-    )
+    """
+    result = start(tmp_path, 3, CALLS + text, END)
     found = lines(result)
     assert len(found) == 2, result
     for line in found:
@@ -287,11 +272,7 @@ def test_no_worker_is_left(tmp_path):
 
 
 def test_a_killed_ps_is_an_error_of_the_calls(tmp_path):
-    result = start(
-        tmp_path,
-        4,
-        CALLS
-        + """
+    text = """
         if coordinator.coordinates:
             found = "fine"
             until = time.monotonic() + 20
@@ -304,10 +285,8 @@ def test_a_killed_ps_is_an_error_of_the_calls(tmp_path):
             coordinator.serve(40)
         else:
             say(outcome(lambda: coordinator.serve(40)))
-    server.close()
-    leave()
-    """,
-    )
+    """
+    result = start(tmp_path, 4, CALLS + text, END)
     found = lines(result)
     assert len(found) == 3, result
     assert "UnavailableError" in found[0], result
@@ -316,11 +295,7 @@ def test_a_killed_ps_is_an_error_of_the_calls(tmp_path):
 
 
 def test_a_killed_coordinator_is_an_error_on_all(tmp_path):
-    result = start(
-        tmp_path,
-        4,
-        CALLS
-        + """
+    text = """
         if coordinator.coordinates:
             for n in range(100):
                 coordinator.schedule(step, args=(-1, n))
@@ -330,10 +305,8 @@ def test_a_killed_coordinator_is_an_error_on_all(tmp_path):
             coordinator.serve(40)
         except UnavailableError as error:
             say(error)
-    server.close()
-    leave()
-    """,
-    )
+    """
+    result = start(tmp_path, 4, CALLS + text, END)
     found = lines(result)
     assert [line[:6] for line in found] == ["rank 0", "rank 2", "rank 3"], result
     assert all("serve: the coordinator is lost: task 1 died" in line for line in found), result

@@ -4,12 +4,12 @@ from __future__ import annotations
 
 import pytest
 from test_peer_failure import (
-    FAULT_TOLERANT,
     MESSAGES,
     _fault_tolerant_mpi,  # noqa: F401
     check_that_survivors_knew,
     program,
 )
+from victims import FAULT_TOLERANT
 
 from launcher import mpirun
 

@@ -6,7 +6,7 @@ import numpy as np
 import pytest
 
 import strategies
-from launcher import mpirun
+from launcher import mpirun, written
 from pairwise import also
 
 PROGRAM = """
@@ -52,8 +52,7 @@ with strategies.CheckpointManager(folder, comm, sharded=True, background=behind)
     ],
 )
 def test_the_last_checkpoint_holds_and_the_next_is_written(tmp_path, victim, call, background):
-    program, folder = tmp_path / "program.py", tmp_path / "run"
-    program.write_text(PROGRAM)
+    program, folder = written(tmp_path, PROGRAM), tmp_path / "run"
     result = mpirun(3, program, folder, victim, call, background, timeout=60)
     assert result.status != 0
     assert f"rank {victim} dies" in result.stdout

@@ -4,14 +4,12 @@ from __future__ import annotations
 
 import os
 import re
-import textwrap
 
 import pytest
+from victims import FAULT_TOLERANT, needs_fault_tolerance
 
-from launcher import mpirun, mpirun_path, run, written
-from requirements import require
+from launcher import mpirun, written
 
-FAULT_TOLERANT = ("--with-ft", "ulfm")
 MEMORY = {"memory": "/dev/shm", "messages": "off"}
 
 # Every round one part of the ranks dies, and the others go on with everything that there was.
@@ -62,9 +60,7 @@ print(f"{number} ends", flush=True)
 
 @pytest.fixture(scope="module", autouse=True)
 def _fault_tolerant_mpi():
-    version = run([mpirun_path(), "--version"], timeout=30).stdout
-    if not re.search(r"Open MPI.* (?:[5-9]|\d\d)\.", version):
-        require("ulfm", "fault tolerance needs Open MPI 5")
+    needs_fault_tolerance()
 
 
 def left_in_memory():
@@ -265,9 +261,7 @@ def test_a_status_that_those_that_live_leave_with_is_that_of_the_job(tmp_path):
 
 
 def test_where_a_death_ends_the_job_an_error_says_what_is_possible(tmp_path):
-    program = tmp_path / "program.py"
-    program.write_text(
-        textwrap.dedent("""
+    text = """
         import collectives as cc
         comm = cc.init()
         try:
@@ -275,9 +269,8 @@ def test_where_a_death_ends_the_job_an_error_says_what_is_possible(tmp_path):
         except cc.LaunchError as error:
             print(error)
         print("sum", comm.allreduce(1, op=cc.SUM))
-        """)
-    )
-    result = mpirun(2, program, timeout=60)
+    """
+    result = mpirun(2, written(tmp_path, text), timeout=60)
     told = (
         "shrink: a dead rank ends this job, expected Open MPI >= 5 started by `mpirun --with-ft "
         "ulfm`, got Open MPI v5"

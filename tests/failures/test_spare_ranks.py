@@ -7,7 +7,8 @@ import re
 import sys
 
 import pytest
-from elastic_jobs import DIGITS, FAULT_TOLERANT, needs_fault_tolerance, of_kind, start
+from elastic_jobs import DIGITS, of_kind, start
+from victims import FAULT_TOLERANT, needs_fault_tolerance
 
 from launcher import ROOT, asked_to_stop, mpirun, run
 from pairwise import also
@@ -158,7 +159,7 @@ def test_where_more_die_than_are_spare_fewer_go_on(tmp_path):
 def test_where_all_that_train_die_the_job_ends(tmp_path):
     faults = ";".join(f"step=7,rank={rank},kind=kill" for rank in range(3))
     result, _ = start(tmp_path, TRAIN, faults, "", size=4)
-    assert "no rank that lives has a commit, expected one to go on from" in result.stderr, result
+    assert "no surviving rank has a commit, expected one to resume from" in result.stderr, result
     assert result.status != 0
     assert "done" not in result.stdout
 
@@ -190,7 +191,7 @@ def test_spare_ranks_leave_with_the_status_of_those_that_train(tmp_path):
 
 def test_spare_ranks_are_refused_where_a_death_ends_the_job(tmp_path):
     result, _ = start(tmp_path, TRAIN, "", "", size=4, options=())
-    words = "spare ranks are of no use where a dead rank ends the job, expected Open MPI >= 5"
+    words = "spare ranks need a job that survives a dead rank, expected Open MPI >= 5"
     assert words in result.stderr, result
     assert result.status != 0
 
@@ -217,8 +218,7 @@ def test_a_job_with_spare_ranks_is_asked_to_stop_and_goes_on_later_with_the_same
     assert "3 of 4 ranks; each row was used 4 to 4 times" in result.stdout, result
     assert result.status == 0, result
     alone = tmp_path / "undisturbed"
-    result = mpirun(3, DIGITS, "--checkpoints", alone, *common, timeout=110, **records)
-    assert result.status == 0, result
+    mpirun(3, DIGITS, "--checkpoints", alone, *common, timeout=110, **records).checked()
     assert last_files(saved) == last_files(alone)
 
 

@@ -5,7 +5,8 @@ from __future__ import annotations
 import re
 
 import pytest
-from elastic_jobs import needs_fault_tolerance, of_kind, start
+from elastic_jobs import of_kind, start
+from victims import needs_fault_tolerance
 
 from pairwise import also
 

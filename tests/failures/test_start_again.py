@@ -2,13 +2,11 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import numpy as np
 import pytest
 
 import strategies
-from launcher import mpirun
+from launcher import mpirun, written
 from requirements import needs
 from strategies.elastic import event_log
 
@@ -86,8 +84,7 @@ PROGRAMS = {
 
 
 def start(tmp_path, name, folder, size, faults=""):
-    program = tmp_path / "program.py"  # not numpy.py, which others would import
-    program.write_text(textwrap.dedent(HEAD) + textwrap.dedent(PROGRAMS[name]))
+    program = written(tmp_path, HEAD, PROGRAMS[name])
     result = mpirun(
         size, program, tmp_path / folder, timeout=100, UNISONO_FAULT=faults,
         UNISONO_EVENTS=str(tmp_path / "events"), UNISONO_RECORDER_DIR=str(tmp_path),

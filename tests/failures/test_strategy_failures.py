@@ -3,14 +3,11 @@
 from __future__ import annotations
 
 import re
-import textwrap
 
 import pytest
+from victims import FAULT_TOLERANT, needs_fault_tolerance
 
-from launcher import mpirun, mpirun_path, run
-from requirements import require
-
-FAULT_TOLERANT = ("--with-ft", "ulfm")
+from launcher import mpirun, written
 
 PROGRAM = """
     import os, signal, time
@@ -45,22 +42,16 @@ PROGRAM = """
 @pytest.mark.parametrize("strategy", ["MirroredStrategy", "CentralStorageStrategy"])
 @pytest.mark.parametrize("memory", [{}, {"UNISONO_SHARED_MEMORY": "off"}], ids=["node", "messages"])
 def test_a_killed_rank_is_known_to_the_replicas_of_all_others(tmp_path, strategy, devices, memory):
-    version = run([mpirun_path(), "--version"], timeout=30).stdout
-    if not re.search(r"Open MPI.* (?:[5-9]|\d\d)\.", version):
-        require("ulfm", "fault tolerance needs Open MPI 5")
-    file = tmp_path / "program.py"
+    needs_fault_tolerance()
     text = PROGRAM.replace("DEVICES", str(devices)).replace("STRATEGY", strategy)
-    file.write_text(textwrap.dedent(text))
-    result = mpirun(3, file, timeout=60, options=FAULT_TOLERANT, **memory)
+    result = mpirun(3, written(tmp_path, text), timeout=60, options=FAULT_TOLERANT, **memory)
     for rank in (0, 2):
         told = rf"rank {rank} knew after 3 steps: \w+: rank 1 .*died"
         assert re.search(told, result.stdout), result
 
 
 def test_an_exception_in_one_replica_ends_the_job_with_its_traceback(tmp_path):
-    file = tmp_path / "program.py"
-    file.write_text(
-        textwrap.dedent("""
+    text = """
         import collectives as cc
         import strategies
         strategy = strategies.MirroredStrategy(["/cpu:0", "/cpu:1"])  # of two ranks: 4 replicas
@@ -73,9 +64,8 @@ def test_an_exception_in_one_replica_ends_the_job_with_its_traceback(tmp_path):
             strategies.get_replica_context().all_reduce("sum", 1)
 
         strategy.run(bad_step)
-    """)
-    )
-    result = mpirun(2, file, timeout=60)
+    """
+    result = mpirun(2, written(tmp_path, text), timeout=60)
     assert result.status != 0
     assert "KeyError: 'on replica 3'" in result.stderr
     assert "in bad_step" in result.stderr

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import textwrap
-
 import pytest
 
-from launcher import mpirun
+from launcher import mpirun, written
 
 PROGRAM = """
     import numpy as np
@@ -48,13 +46,8 @@ WHY = "several threads cannot use this MPI, expected thread level 3 (multiple), 
 
 
 def said(tmp_path, level, shared_memory):
-    file = tmp_path / "program.py"
-    file.write_text(textwrap.dedent(PROGRAM))
-    result = mpirun(
-        2, file, MPI4PY_RC_THREAD_LEVEL=level, UNISONO_SHARED_MEMORY=shared_memory,
-    )  # fmt: skip
-    assert result.status == 0, result.stderr
-    return result.stdout.splitlines()
+    settings = {"MPI4PY_RC_THREAD_LEVEL": level, "UNISONO_SHARED_MEMORY": shared_memory}
+    return mpirun(2, written(tmp_path, PROGRAM), **settings).checked().stdout.splitlines()
 
 
 @pytest.mark.parametrize("level", ["single", "funneled", "serialized"])

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import sys
 
 import pytest
+from victims import FAULT_TOLERANT
 
 from launcher import mpirun, run
 from requirements import needs
@@ -32,11 +34,41 @@ for step in range(1000):
 
 
 def test_a_rank_that_is_killed_under_ddp_is_named_on_the_others():
-    options = ("--with-ft", "ulfm")  # so that the launcher does not end the others first
+    options = FAULT_TOLERANT  # so that the launcher does not end the others first
     result = mpirun(3, "-c", KILLED, options=options, timeout=60, UNISONO_TIMEOUT="20")
     found = [line for line in result.stdout.splitlines() if line.startswith("found:")]
     assert {line.split()[1] for line in found} == {"0", "2"}, result.stdout + result.stderr
     assert all("PeerFailure allreduce" in line and "rank 1" in line for line in found)
+
+
+UNCAUGHT = """
+import os, signal
+import torch, torch.distributed as dist
+import strategies.torch
+dist.init_process_group("unisono")
+model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 50))
+for step in range(10):
+    loss = model(torch.ones(2, 50)).sum()
+    if step == 5 and dist.get_rank() == 1:
+        os.kill(os.getpid(), signal.SIGKILL)
+    loss.backward()
+"""
+
+
+def test_an_uncaught_error_under_ddp_shows_the_line_of_the_program(tmp_path):
+    program = tmp_path / "train.py"
+    program.write_text(UNCAUGHT)
+    options, records = FAULT_TOLERANT, {"UNISONO_RECORDER_DIR": str(tmp_path)}
+    result = mpirun(2, "-m", "strategies.torch", program, options=options, **records)
+    printed = [x.removeprefix("[0/2] ") for x in result.stderr.splitlines() if "[0/2] " in x]
+    *_, line, error, command = printed
+    assert line == "    loss.backward()", result.stderr
+    assert error.startswith("strategies.torch.work.PeerFailure: allreduce: rank 1 died")
+    assert sum(line.startswith("  File ") for line in printed) == 1
+    assert len(printed) <= 7
+    record = json.loads((tmp_path / "rank-0.json").read_text())
+    calls = [call for group in record["communicators"] for call in group["operations"]]
+    assert {call["site"] for call in calls if "PeerFailure" in call["state"]} == {f"{program}:11"}
 
 
 def test_torchrun_is_told_what_to_run_instead():

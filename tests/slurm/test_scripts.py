@@ -32,10 +32,7 @@ def accuracies(output: str) -> list[float]:
 
 @pytest.mark.parametrize(
     ("script", "ranks", "arguments"),
-    [
-        ("parameter_server", 2, ["--scale", "--epochs", "15"]),
-        ("spare_replicas", 2, []),
-    ],
+    [("parameter_server", 2, ["--scale", "--epochs", "15"]), ("spare_replicas", 2, [])],
 )
 def test_it_trains_the_digits_on_two_nodes(
     slurm_cluster: SlurmCluster, tmp_path: Path, script: str, ranks: int, arguments: list[str]

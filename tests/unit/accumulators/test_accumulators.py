@@ -17,7 +17,8 @@ from strategies.accumulators.accumulators import (
     SparseConditionalAccumulator,
     shared_accumulator,
 )
-from strategies.accumulators.gradient_sum import GradientSum
+from strategies.accumulators.gradient_sum import GradientSpec, GradientSum
+from strategies.accumulators.remote import open_accumulation
 from strategies.accumulators.state_machine import Take
 from strategies.core.sparse import Rows
 from strategies.errors import (
@@ -184,7 +185,7 @@ def test_takers_are_served_in_the_order_in_which_they_came(make):
 def test_a_take_that_is_too_late_leaves_the_gradients_where_they_are(make):
     accumulator = make(ConditionalAccumulator, np.float64, ())
     accumulator.apply_grad(1.0)
-    message = r"take_grad: not finished after 0.05 s; 1 of 2 gradients have come \(.+\)$"
+    message = r"take_grad: not finished after 0.05 s; 1 of 2 gradients have arrived \(.+\)$"
     with pytest.raises(DeadlineExceededError, match=message):
         accumulator.take_grad(2, timeout=0.05)
     assert (accumulator.num_accumulated(), accumulator.global_step()) == (1, 0)
@@ -385,6 +386,19 @@ def test_another_meaning_of_the_name_is_an_error(services, own):
             ask(**options)
     with pytest.raises(TypeError, match="expected ConditionalAccumulator"):
         ask(dict)
+
+
+@pytest.mark.parametrize("own", [0, 1])
+def test_another_limit_of_gradients_is_an_error_and_another_first_step_is_none(services, own):
+    def ask(**options):
+        part = GradientSpec("v", "float32", (2,))
+        open_accumulation(services[own], [part], mean=True, name=f"limit {own}", **options)
+
+    ask(most=3)
+    ask(most=3, step=7)
+    for most in (2, None):
+        with pytest.raises(InvalidArgumentError, match=f"limit of .*, expected 3, got {most}"):
+            ask(most=most)
 
 
 def test_a_reset_ends_takes_that_wait(services):

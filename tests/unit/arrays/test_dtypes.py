@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import gc
 import sys
-import threading
 import time
 
 import numpy as np
 import pytest
+from calls import together
 
 from collectives.arrays import dtypes
 
@@ -38,27 +38,18 @@ class _Cycle:
 
 def test_threads_read_dtypes_at_the_same_time_while_garbage_is_collected():
     # `ast.literal_eval` failed here: AST constructor recursion depth mismatch.
-    text, errors = dtypes.spelled(COMPOUND[0]), []
+    text = dtypes.spelled(COMPOUND[0])
 
-    def work():
-        try:
-            for _ in range(500):
-                _Cycle()
-                assert dtypes.named(text) == COMPOUND[0]
-        except BaseException as error:
-            errors.append(error)
+    def work(count):
+        for _ in range(count):
+            _Cycle()
+            assert dtypes.named(text) == COMPOUND[0]
 
     interval, thresholds = sys.getswitchinterval(), gc.get_threshold()
-    threads = [threading.Thread(target=work) for _ in range(4)]
     try:
         sys.setswitchinterval(1e-6)
         gc.set_threshold(20, 1, 1)
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(60)
-            assert not thread.is_alive()
+        together(work, [500] * 4)
     finally:
         sys.setswitchinterval(interval)
         gc.set_threshold(*thresholds)
-    assert not errors

@@ -5,6 +5,7 @@ from __future__ import annotations
 import threading
 
 import numpy as np
+from calls import together
 
 from strategies.averaging.accumulation import LocalGradient
 from strategies.averaging.overlap import Overlap
@@ -43,11 +44,7 @@ def test_threads_take_turns_in_the_buckets():
             early.ready(i, contribution.gradients[i])
 
     halves = range(0, PLACES, 2), range(1, PLACES, 2)
-    threads = [threading.Thread(target=of_a_device, args=(half,)) for half in halves]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
+    together(of_a_device, halves)
     assert not buckets.met
     assert sorted(buckets.order) == list(range(PLACES))
     assert [x.tolist() for x in early.finish()] == [[2.0 * i] * 3 for i in range(PLACES)]

@@ -14,7 +14,7 @@ from collectives.algorithms.cost_model import RankLayout
 from collectives.calls import signature, signature_check
 from collectives.calls.shared_settings import negotiate
 from collectives.communicator import group_of
-from collectives.core import settings
+from collectives.core import links, settings, tuning_file
 from collectives.core.links import DEFAULT, LinkCost
 from collectives.core.settings import Settings
 from collectives.transport.transport import Deadline
@@ -31,20 +31,51 @@ def test_differences_lists_fields_values_and_ranks():
     )
 
 
+@pytest.mark.parametrize(
+    ("value", "equal"),
+    [
+        (1, True),
+        (1, 1.0),
+        (0.0, -0.0),
+        ((2, 3), (2, np.int64(3))),
+        (((1,), 0.5), ((True,), np.float32(0.5))),
+        (float("inf"), np.float64("inf")),
+    ],
+)
+def test_equal_values_have_one_hash_whatever_was_hashed_before(value, equal):
+    first = signature.hash_of({"operation": "gather", "root": value})
+    # As many other calls as the cache holds.
+    for root in range(2000):
+        signature.hash_of({"operation": "other", "root": root})
+    assert signature.hash_of({"operation": "gather", "root": equal}) == first
+
+
 def mismatch(calls):
-    """The error of ranks that describe their calls so, the same on all."""
-    texts = [None] * len(calls)
+    """The text of the error of ranks that describe their calls so, the same on all."""
+    return mismatch_and_fields(calls)[0]
+
+
+def mismatch_and_fields(calls):
+    errors = [None] * len(calls)
 
     def disagree(comm):
         with pytest.raises(cc.MismatchError) as caught:
             signature.raise_mismatch(
                 group_of(comm).transport, calls[comm.rank], Deadline("compare", LIMIT)
             )
-        texts[comm.rank] = str(caught.value)
+        errors[comm.rank] = str(caught.value), caught.value.fields
 
     inprocess.run_ranks(len(calls), disagree, settings=Settings(shared_memory=None))
-    (text,) = set(texts)
-    return text
+    (error,) = set(errors)
+    return error
+
+
+def test_a_refusal_of_several_lines_is_one_field():
+    why = "TypeError: expected\n\ta number\n\n\tor\ta list\nof numbers"
+    calls = [{"operation": "gather", "refused": why}, {"operation": "gather"}]
+    text, fields = mismatch_and_fields(calls)
+    assert f"refused on rank 0, so no rank continues: rank 0: {why}; gather at" in text
+    assert fields == {"refused"}
 
 
 def test_a_mismatch_of_many_ranks_is_short():
@@ -67,7 +98,7 @@ def test_a_mismatch_names_what_of_the_strategies_was_called():
         {"operation": "barrier", "site": "a.py:2", "entry": ""},
     ]
     assert mismatch(calls) == (
-        "CheckpointManager.save / barrier: the ranks do not mean the same call: "
+        "CheckpointManager.save / barrier: calls differ between ranks: "
         "CheckpointManager.save (broadcast_object) at a.py:1 on rank 0, barrier at a.py:2 on rank 1"
     )
 
@@ -76,7 +107,7 @@ def test_a_mismatch_names_what_of_the_strategies_was_called():
 @pytest.mark.parametrize("megabits", [100, 1000, 100_000])
 @pytest.mark.parametrize("alpha", [1e-5, 1e-4, 1e-3])
 def test_what_travels_with_a_comparison_is_not_faster_after_it(machines, ranks, megabits, alpha):
-    network = LinkCost(alpha, 8e-6 / megabits, 3.3e-11, letter=alpha)
+    network = LinkCost(alpha, 8e-6 / megabits, 3.3e-11, eager=alpha)
     layout = RankLayout(machines * ranks, machines, DEFAULT._replace(network=network))
     most = signature_check.max_piggyback_bytes(layout)
     assert signature_check.MAX_PAYLOAD_BYTES <= most <= 64 * KIB
@@ -96,7 +127,7 @@ def test_what_travels_with_a_comparison_is_not_faster_after_it(machines, ranks, 
 
 def test_slow_lines_carry_less_with_a_comparison():
     def most(megabits, machines):
-        network = LinkCost(1e-4, 8e-6 / megabits, 3.3e-11, letter=3e-5)
+        network = LinkCost(1e-4, 8e-6 / megabits, 3.3e-11, eager=3e-5)
         return signature_check.max_piggyback_bytes(
             RankLayout(machines, machines, DEFAULT._replace(network=network))
         )
@@ -108,7 +139,7 @@ def test_slow_lines_carry_less_with_a_comparison():
 
 def test_what_python_takes_for_a_call_lets_more_travel_with_its_comparison():
     def most(call):
-        network = LinkCost(1e-4, 8e-8, 3.3e-11, letter=3e-5, call=call)
+        network = LinkCost(1e-4, 8e-8, 3.3e-11, eager=3e-5, call=call)
         return signature_check.max_piggyback_bytes(
             RankLayout(8, 8, DEFAULT._replace(network=network))
         )
@@ -254,6 +285,33 @@ def test_settings_that_must_be_equal_are_compared(field, values, leaders, expect
         assert text.startswith("init: settings differ, expected the same on all ranks")
         assert expected in text
         assert text.endswith(f"(rank {rank} of 3)")
+
+
+@pytest.mark.parametrize("character", ["\U0001f600", "\udcff", "\x01"])
+def test_long_values_of_any_characters_are_compared(monkeypatch, character):
+    monkeypatch.setenv("UNISONO_CLUSTER", 300 * character)
+
+    def ask(comm):
+        own = Settings(timeout=10, shared_memory=f"/{300 * character}{comm.rank}")
+        with pytest.raises(cc.LaunchError, match="got UNISONO_SHARED_MEMORY is /"):
+            negotiate(own, group_of(comm).transport)
+
+    inprocess.run_ranks(2, ask)
+
+
+@pytest.mark.parametrize("field", ["tuned", "timeline"])
+@pytest.mark.parametrize("character", ["x", "\U0001f600", "\udcff"])
+def test_paths_that_do_not_fit_are_an_error_on_every_rank(field, character, monkeypatch):
+    def found(configuration, environ):
+        return links.defaults()._replace(sources=(configuration.tuned,))
+
+    def ask(comm):
+        own = replace(Settings(timeout=10), **{field: 4060 * character if comm.rank == 0 else None})
+        with pytest.raises(ValueError, match="^init: .* too long, expected at most 4078 bytes"):
+            negotiate(own, group_of(comm).transport)
+
+    monkeypatch.setattr(tuning_file, "load_links", found)
+    inprocess.run_ranks(2, ask)
 
 
 def test_every_variable_that_must_be_equal_has_a_value():

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import os
 import struct
-import sys
 import threading
 import time
 import tracemalloc
@@ -17,10 +16,11 @@ from hypothesis import strategies as st
 
 import inprocess
 from collectives import extend
-from collectives.channel import buffer_pool, channel
+from collectives.channel import channel
 from collectives.channel.doorbell import Doorbell
 from collectives.channel.frames import decode, encode
 from collectives.core.errors import CollectiveError, PeerFailure
+from tapped import flush, receive
 
 LIMIT = 20.0
 
@@ -155,30 +155,7 @@ def test_bells_leave_no_file_descriptor():
 # Channels.
 
 
-def receive(chan):
-    give_up = time.monotonic() + LIMIT
-    while (message := chan.poll()) is None:
-        assert time.monotonic() < give_up
-        chan.wait(0.1)
-    return message
-
-
-def flush(chan):
-    give_up = time.monotonic() + LIMIT
-    while not chan.idle:
-        assert time.monotonic() < give_up
-        chan.poll()
-        chan.wait(0.01)
-
-
-# Of a call's own references to its argument, CPython 3.14 counts one less than 3.11.
-@pytest.mark.parametrize("uncounted", [0, 1])
-def test_long_buffers_are_used_again_when_nobody_holds_them(uncounted, monkeypatch):
-    def count(x):
-        return sys.getrefcount(x) - 1 - uncounted  # less this function's own
-
-    monkeypatch.setattr(buffer_pool, "sys", SimpleNamespace(getrefcount=count))
-
+def test_long_buffers_are_reused_when_the_program_holds_no_view():
     def run(comm):
         chan = extend.open_channel(comm)
         if comm.rank == 0:
@@ -309,20 +286,18 @@ def test_naps_grow_with_the_time_that_nothing_has_moved(monkeypatch):
     np.testing.assert_allclose(clock.naps, [0.05, 0.1, 0.0001, 0.002, 0.004])
 
 
-def test_each_sender_has_its_turn():
-    def run(comm):
-        chan = extend.open_channel(comm)
-        if comm.rank:
-            for _ in range(3):
-                chan.send(0, [b"x"])
-        comm.barrier()
-        if comm.rank == 0:
-            sources = [receive(chan).source for _ in range(6)]
-            assert sorted(sources[:2]) == sorted(sources[2:4]) == [1, 2]
-        comm.barrier()
-        chan.close(all_together=True)
-
-    inprocess.run_ranks(3, run)
+@inprocess.on_ranks(3)
+def test_each_sender_has_its_turn(comm):
+    chan = extend.open_channel(comm)
+    if comm.rank:
+        for _ in range(3):
+            chan.send(0, [b"x"])
+    comm.barrier()
+    if comm.rank == 0:
+        sources = [receive(chan).source for _ in range(6)]
+        assert sorted(sources[:2]) == sorted(sources[2:4]) == [1, 2]
+    comm.barrier()
+    chan.close(all_together=True)
 
 
 def test_a_message_that_its_sender_did_not_live_to_finish_is_dropped(monkeypatch):
@@ -354,13 +329,11 @@ def test_a_message_that_its_sender_did_not_live_to_finish_is_dropped(monkeypatch
     inprocess.run_ranks(3, run)
 
 
-def test_a_closed_channel_sends_nothing():
-    def run(comm):
-        chan = extend.open_channel(comm)
-        comm.barrier()
-        chan.close(all_together=True)
-        chan.close(all_together=True)
-        with pytest.raises(CollectiveError, match="the channel is closed"):
-            chan.send(1 - comm.rank, [b"x"])
-
-    inprocess.run_ranks(2, run)
+@inprocess.on_ranks(2)
+def test_a_closed_channel_sends_nothing(comm):
+    chan = extend.open_channel(comm)
+    comm.barrier()
+    chan.close(all_together=True)
+    chan.close(all_together=True)
+    with pytest.raises(CollectiveError, match="the channel is closed"):
+        chan.send(1 - comm.rank, [b"x"])

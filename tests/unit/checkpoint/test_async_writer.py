@@ -124,7 +124,7 @@ def test_a_forgotten_manager_keeps_others_out_until_it_has_written(tmp_path, mon
     manager = CheckpointManager(tmp_path, background=True)
     manager.save({}, step=1)
     assert gate.reached.wait(DEADLINE)
-    (thread,) = [t for t in threading.enumerate() if t.name == "unisono-checkpoint"]
+    (thread,) = [t for t in threading.enumerate() if t.name.startswith("unisono-checkpoint")]
     del manager
     gc.collect()
     with pytest.raises(errors.FailedPreconditionError, match="another writer"):

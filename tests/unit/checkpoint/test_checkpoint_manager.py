@@ -88,6 +88,9 @@ def test_the_same_error_on_every_rank_and_the_next_call_works(tmp_path, size):
         with pytest.raises(errors.DataLossError) as error:
             manager.restore_or_none()
         caught.append(str(error.value))
+        with pytest.raises(errors.NotFoundError, match="restore: no such file") as error:
+            manager.restore_or_none(tmp_path / "missing")
+        caught.append(str(error.value))
         manager.save(TENSORS, step=2)
         assert manager.restore_or_none().step == 2
         manager.close()

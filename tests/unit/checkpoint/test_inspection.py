@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import ml_dtypes
 import numpy as np
 import pytest
@@ -33,8 +35,26 @@ def test_show_lists_checkpoints_and_what_is_in_one(tmp_path, ask):
     status, text = ask("show", path)
     assert status == 0
     assert "model/w  float32   [2, 3]" in text
-    assert 'metadata  {"epoch": 12}' in text
+    assert "metadata\n  {'epoch': 12}" in text
+    assert ask("show", tmp_path / "latest") == (0, text)
     assert f"{SHARD}, " in text
+
+
+def test_show_as_json(tmp_path, ask):
+    for step in (3, 12):
+        path = checkpoint.save(tmp_path, {"model/w": np.ones((2, 3), "f")}, step=step,
+                               metadata={"epoch": step})  # fmt: skip
+    _, text = ask("show", tmp_path, "--json")
+    listed = json.loads(text)["checkpoints"]
+    assert [one["name"] for one in listed] == ["step-000003", "step-000012"]
+    _, text = ask("show", path, "--json")
+    shown = json.loads(text)
+    assert ask("show", tmp_path / "latest", "--json") == (0, text)
+    assert shown.items() >= (listed[1].items() - {("name", "step-000012")})
+    assert (shown["step"], shown["ranks"], shown["metric"], shown["arrays"]) == (12, 1, None, 1)
+    assert shown["bytes"] == sum(shown["files"].values()) > 0
+    assert shown["tensors"] == {"model/w": {"dtype": "float32", "shape": [2, 3], "slices": 1}}
+    assert shown["metadata"] == {"epoch": 12}
 
 
 def test_names_do_not_move_the_cursor(tmp_path, ask):
@@ -89,6 +109,8 @@ def test_diff_says_in_what_two_differ(tmp_path, ask):
 def test_where_nothing_is_there_the_status_is_2(tmp_path, ask, command):
     status, text = ask(command, tmp_path)
     assert status == 2
-    assert "no checkpoint" in text
-    assert ask(command, tmp_path / "missing")[0] == 2
+    assert "list_steps: no checkpoint" in text
+    status, text = ask(command, tmp_path / "missing")
+    assert status == 2
+    assert "list_steps: no such file" in text
     assert ask("diff", tmp_path, tmp_path)[0] == 2

@@ -35,6 +35,7 @@ PLAIN = {
     "text": "größer",
     "bytes": b"\0\xff",
     "inner": {3: "three", (1, "a"): [], "": {}},
+    "keys of NumPy": {np.int8(3): 3, np.float32(0.1): 4, (np.int64(1), np.str_("a")): 5},
 }
 
 
@@ -65,6 +66,25 @@ def test_arrays_change_in_place_and_have_names_in_the_file(tmp_path):
     assert other["model"]["a"][1].count == 5
     assert type(other["scalar"]) is np.float32
     assert other["scalar"] == np.float32(0.1)
+
+
+@pytest.mark.parametrize(
+    "live",
+    [
+        collections.OrderedDict(b=0, a=0),
+        collections.Counter(b=0, a=0),
+        collections.defaultdict(list, b=0, a=0),
+    ],
+    ids=lambda live: type(live).__name__,
+)
+def test_a_dict_keeps_its_class(tmp_path, live):
+    before, saved = str(live), copy.copy(live)
+    saved["b"], saved["a"] = 2, 1
+    saver_of(tmp_path, tree=[saved, np.ones(1)]).save(1)
+    other = saver_of(tmp_path, tree=[live, np.zeros(1)])
+    other.restore()
+    assert str(other["tree"]) == str([saved, np.ones(1)])  # with the class and the factory
+    assert str(live) == before
 
 
 @pytest.mark.parametrize("bits", [np.random.MT19937, np.random.PCG64, np.random.Philox])
@@ -285,12 +305,13 @@ def test_another_program_is_told_so_and_nothing_changes(tmp_path, live, text):
         ({1: np.ones(1), "1": np.ones(1)}, "two arrays have the same name.*model/1"),
         (np.array([object()]), "unsupported array"),
         (1j, "got complex"),
+        ({np.longdouble(1): 1}, r"unsupported key, .* got longdouble \(name: model\)"),
     ],
 )
 def test_what_no_file_can_hold_is_named(tmp_path, thing, text):
     with pytest.raises(errors.InvalidArgumentError, match=text):
         saver_of(tmp_path, model=thing).save(1)
-    with pytest.raises(errors.InvalidArgumentError, match="unknown epoch.*given, model"):
+    with pytest.raises(errors.InvalidArgumentError, match="unknown epoch.*passed to Saver, model"):
         saver_of(tmp_path, model=0).save(1, epoch=2)
     with pytest.raises(ValueError, match="nothing to save"):
         saver_of(tmp_path)

@@ -16,11 +16,7 @@ from strategies.cluster.resolvers import (
     UnionResolver,
     from_environment,
 )
-from strategies.cluster.slurm import (
-    SlurmClusterResolver,
-    expand_hostlist,
-    expand_tasks_per_node,
-)
+from strategies.cluster.slurm import SlurmClusterResolver, expand_hostlist, expand_tasks_per_node
 from strategies.cluster.spec import ClusterSpec
 
 PS = ClusterSpec({"ps": ["ps0:1", "ps1:1"], "worker": ["w0:1"]})
@@ -210,6 +206,31 @@ def test_gpus_that_slurm_has_given_are_divided():
     assert environ["CUDA_VISIBLE_DEVICES"] == "4,5"
 
 
+@pytest.mark.parametrize(
+    ("visible", "on_node", "options", "own"),
+    [
+        ("0", "4", {}, "0"),
+        ("2", "4", {}, "2"),
+        ("0", "4", {"gpus_per_task": 1}, "0"),
+        ("0", "4", {"gpus_per_node": 4}, "0"),
+        ("0", None, {"gpus_per_node": 4}, "0"),
+        ("4,5", "8", {}, "4,5"),
+        ("4,5", "8", {"gpus_per_task": 1}, "4"),
+        ("0,1,2,3", "4", {}, "2"),  # not bound, as with --gpu-bind=none
+        ("0", "1", {}, ""),  # one for four tasks
+    ],
+)
+def test_gpus_that_slurm_binds_to_tasks_stay_theirs(visible, on_node, options, own):
+    facts = {"CUDA_VISIBLE_DEVICES": visible}
+    if on_node is not None:
+        facts["SLURM_GPUS_ON_NODE"] = on_node
+    environ = step(2, 4, "a", "4", **facts)
+    for _ in range(2):  # also after the first one has set the variable
+        resolver = SlurmClusterResolver(environ=environ, **options)
+        assert resolver.num_accelerators() == {"GPU": len(own.split(",")) if own else 0}
+        assert environ["CUDA_VISIBLE_DEVICES"] == (own or visible)
+
+
 def test_tasks_per_node_can_be_said():
     base = step(2, 3, "a,b", "")
     for given in (2, [2, 1], {"a": 2, "b": 1}):
@@ -230,30 +251,28 @@ def test_ranks_that_go_around_the_nodes():
             SlurmClusterResolver(environ={**environ, "SLURM_DISTRIBUTION": name})
 
 
-def test_what_mpi_knows_counts_for_ranks_of_mpirun():
-    def check(comm):
-        environ = {
-            "SLURMD_NODENAME": ("n1", "n2", "n1")[comm.rank], "OMPI_COMM_WORLD_SIZE": "3",
-            "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1",  # of mpirun's own daemon
-            "CUDA_VISIBLE_DEVICES": "0,1",
-        }  # fmt: skip
-        with pytest.raises(RuntimeError, match="started by mpirun, of which Slurm knows nothing"):
-            SlurmClusterResolver(environ=environ)
-        resolver = SlurmClusterResolver({"ps": 1, "worker": 2}, comm=comm, environ=environ)
-        assert resolver.cluster_spec() == ClusterSpec(
-            {"ps": ["n1:8888"], "worker": ["n2:8888", "n1:8889"]}
+@inprocess.on_ranks(3)
+def test_what_mpi_knows_counts_for_ranks_of_mpirun(comm):
+    environ = {
+        "SLURMD_NODENAME": ("n1", "n2", "n1")[comm.rank], "OMPI_COMM_WORLD_SIZE": "3",
+        "SLURM_PROCID": "0", "SLURM_STEP_NUM_TASKS": "1",  # of mpirun's own daemon
+            "CUDA_VISIBLE_DEVICES": "0,1", "SLURM_GPUS_ON_NODE": "4",
+    }  # fmt: skip
+    with pytest.raises(RuntimeError, match="started by mpirun, which Slurm does not know"):
+        SlurmClusterResolver(environ=environ)
+    resolver = SlurmClusterResolver({"ps": 1, "worker": 2}, comm=comm, environ=environ)
+    assert resolver.cluster_spec() == ClusterSpec(
+        {"ps": ["n1:8888"], "worker": ["n2:8888", "n1:8889"]}
+    )
+    task = (resolver.task_type, resolver.task_id)
+    assert task == (("ps", 0), ("worker", 0), ("worker", 1))[comm.rank]
+    assert environ["CUDA_VISIBLE_DEVICES"] == ("0", "0", "1")[comm.rank]
+    with Cluster(resolver, comm) as cluster:
+        assert (cluster.job, cluster.task_index) == task
+    with pytest.raises(RuntimeError, match="more GPUs per node than available"):
+        SlurmClusterResolver(
+            comm=comm, environ=environ, gpus_per_task=3 if comm.rank == 1 else None
         )
-        task = (resolver.task_type, resolver.task_id)
-        assert task == (("ps", 0), ("worker", 0), ("worker", 1))[comm.rank]
-        assert environ["CUDA_VISIBLE_DEVICES"] == ("0", "0", "1")[comm.rank]
-        with Cluster(resolver, comm) as cluster:
-            assert (cluster.job, cluster.task_index) == task
-        with pytest.raises(RuntimeError, match="more GPUs per node than available"):
-            SlurmClusterResolver(
-                comm=comm, environ=environ, gpus_per_task=3 if comm.rank == 1 else None
-            )
-
-    inprocess.run_ranks(3, check)
 
 
 def test_what_is_missing_or_too_much_is_an_error():
@@ -268,6 +287,11 @@ def test_what_is_missing_or_too_much_is_an_error():
         SlurmClusterResolver({"worker": 1}, environ=good)
     with pytest.raises(RuntimeError, match="more GPUs per node than available, expected at most 2"):
         SlurmClusterResolver(gpus_per_node=2, gpus_per_task=2, environ=good)
+    bound = {**good, "CUDA_VISIBLE_DEVICES": "0", "SLURM_GPUS_ON_NODE": "2"}
+    with pytest.raises(RuntimeError, match="at most 1, got 2 for each of 1 tasks"):
+        SlurmClusterResolver(gpus_per_task=2, environ=bound)
+    with pytest.raises(ValueError, match="SLURM_GPUS_ON_NODE must be a number >= 0, got 'x'"):
+        SlurmClusterResolver(environ={**bound, "SLURM_GPUS_ON_NODE": "x"})
     with pytest.raises(RuntimeError, match="for each of 1 nodes"):
         SlurmClusterResolver(tasks_per_node=[1, 1], environ=good)
     with pytest.raises(RuntimeError, match="places for all tasks of the step, 2, got 1"):

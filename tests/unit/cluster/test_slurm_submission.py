@@ -103,7 +103,7 @@ def test_it_says_that_mpirun_is_missing(program, tmp_path, capsys):
 
 def test_it_ends_as_the_script_of_the_checkout(program, capsys):
     of_checkout = (ROOT / "slurm" / "train.sbatch").read_text()
-    beginning = "# A job that has to make room for another"
+    beginning = "# Slurm sends SIGTERM to a preempted job"
     found = [
         beginning + text.partition(beginning)[2] for text in (of_checkout, script(capsys, program))
     ]
@@ -115,14 +115,33 @@ def test_it_ends_as_the_script_of_the_checkout(program, capsys):
 @pytest.mark.parametrize(
     ("options", "message"),
     [
-        (["--nodes=0"], "submit: bad nodes, expected an integer >= 1, got 0"),
-        (["--gpus-per-node=2"], "expected a rank for each GPU, got 1 ranks and 2 GPUs per node"),
+        (["--nodes=0"], "argument --nodes: expected an integer >= 1, got '0'"),
+        (["--gpus-per-node=-1"], "argument --gpus-per-node: expected an integer >= 0, got '-1'"),
+        (["--gpus-per-node=2"], "expected --gpus-per-node 0 or equal to --ranks-per-node, got 2"),
+        (["--time=abc"], "submit: bad --time, expected minutes or [days-]hours:minutes:seconds"),
+        (["--time="], "got ''"),
+        (["--time=4h"], "got '4h'"),
+        (["--time=1:2:3:4"], "got '1:2:3:4'"),
+        (["--time=1\n#SBATCH --nodes=9"], "bad --time"),
         (["--sbatch=long"], "expected a long option of sbatch, such as --partition=long"),
     ],
 )
 def test_mistakes_are_named(program, capsys, options, message):
-    assert main(["submit", str(program), *options, "--dry-run"]) == 2
-    assert message in capsys.readouterr().err
+    try:
+        status = main(["submit", str(program), *options, "--dry-run"])
+    except SystemExit as ended:
+        status = ended.code
+    assert status == 2
+    printed = capsys.readouterr().err
+    assert message in printed
+    assert printed.count("\n") == 1
+
+
+@pytest.mark.parametrize(
+    "limit", ["90", "90:30", "04:00:00", "2-12", "2-12:30", "2-12:30:00", "unlimited"]
+)
+def test_the_formats_of_slurm_for_a_time_limit(program, capsys, limit):
+    assert f"#SBATCH --time={limit}\n" in script(capsys, program, "--time", limit)
 
 
 def test_no_program(tmp_path, capsys):

@@ -7,7 +7,7 @@ import sys
 
 import pytest
 
-from launcher import run
+from launcher import mpirun, run, written
 from strategies.elastic import event_log, fault_injection
 from strategies.elastic.fault_injection import Fault
 
@@ -97,6 +97,42 @@ def test_sessions_let_faults_happen(tmp_path):
         "1 [inf, 1.0, 1.0]",
         "a fault that UNISONO_FAULT asked for (step: 2)",
     ], result
+
+
+def test_a_full_disk_ends_the_log_and_not_the_program(tmp_path):
+    (tmp_path / "rank-0.jsonl").symlink_to("/dev/full")
+    command = [sys.executable, "-c", PROGRAM]
+    faults = "step=1,rank=0,kind=slow:0.2;step=2,rank=0,kind=exception"
+    result = run(command, timeout=60, UNISONO_FAULT=faults, UNISONO_EVENTS=str(tmp_path))
+    assert result.status == 0, result
+    assert "error a fault that UNISONO_FAULT asked for (step: 2)" in result.stdout
+    assert result.stderr.count("No space left on device") == 1, result
+
+
+BEFORE_INIT = """
+from strategies import elastic
+from strategies.elastic import event_log
+import collectives as cc
+
+elastic.inject(0)
+event_log.write("spare")
+comm = cc.init()
+event_log.write("end")
+elastic.inject(1)
+"""
+
+
+def test_the_number_of_a_rank_is_that_of_init(tmp_path):
+    faults = "step=1,rank=0,kind=slow:0;step=1,rank=1,kind=slow:0"
+    program = written(tmp_path, BEFORE_INIT)
+    result = mpirun(
+        2, program, timeout=60, UNISONO_FAULT=faults, UNISONO_EVENTS=str(tmp_path / "log")
+    )
+    assert result.status == 0, result
+    told = [(event["event"], event["rank"]) for event in event_log.read(tmp_path / "log")]
+    assert sorted(told) == [
+        ("end", 0), ("end", 1), ("fault", 0), ("fault", 1), ("spare", 0), ("spare", 0)
+    ]  # fmt: skip
 
 
 def test_a_killed_process_leaves_whole_lines(tmp_path):

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import doctest
 import itertools
 import sys
 
@@ -13,7 +12,6 @@ from hypothesis import strategies as st
 
 from collectives.fusion import bucket_layout
 from collectives.fusion.layouts import FusionCache
-from launcher import ROOT
 
 DTYPES = [np.dtype(t) for t in ("float32", "float64", "int8")]
 
@@ -142,11 +140,3 @@ def test_the_layouts_that_were_used_last_are_kept():
         groupings.store((0,), groupings.known.get((0,)))  # is made all the time
     known = [number for number in range(100) if groupings.known.get((number,)) is not None]
     assert known == [0, *range(85, 100)]
-
-
-def test_the_examples_of_the_documentation():
-    options = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE
-    document = str(ROOT / "docs" / "gradients.md")
-    result = doctest.testfile(document, module_relative=False, optionflags=options)
-    assert result.attempted > 10
-    assert result.failed == 0

@@ -24,6 +24,7 @@ from strategies.input import (
     batch,
     batch_join,
     csv_batches,
+    maybe_batch,
     shuffle_batch,
 )
 from strategies.input.producers import preload
@@ -120,7 +121,7 @@ def test_states_that_do_not_fit(files):
         with pytest.raises(InvalidArgumentError, match="expected 1, got 2"):
             batches.resume({"batches": [1, 1]})
         for readers in ([2], 2, [1, 1], ["1"]):
-            with pytest.raises(InvalidArgumentError, match="threads that read, expected 1"):
+            with pytest.raises(InvalidArgumentError, match="threads in the state, expected 1"):
                 batches.resume({"batches": [1], "readers": readers})
         next(batches)
         next(batches)
@@ -294,11 +295,18 @@ def sharded(comm, policy):
 
 @pytest.mark.parametrize("policy", ["file", "data"])
 @pytest.mark.parametrize("later", [1, 2, 3])
-def test_sharded_input_goes_on_with_any_number_of_ranks(policy, later):
-    everything = sorted([row for rows in FILES.values() for row in rows] * 2)
+@pytest.mark.parametrize("kept", ["0123456789", "1378"], ids=["all rows", "some rows"])
+def test_sharded_input_goes_on_with_any_number_of_ranks(policy, later, kept):
+    everything = sorted([row for rows in FILES.values() for row in rows if row[-1] in kept] * 2)
+
+    def make(comm, **options):
+        records = sharded(comm, policy)
+        if len(kept) == 10:
+            return batch(records, 3, **options)
+        return maybe_batch(records, lambda row: row[-1] in kept, 3, **options)
 
     def first(comm):
-        with batch(sharded(comm, policy), 3) as batches:
+        with make(comm) as batches:
             used = [row for _ in range(1 + comm.rank) for row in next(batches)]
             return used, batches.state(comm)
 
@@ -307,7 +315,7 @@ def test_sharded_input_goes_on_with_any_number_of_ranks(policy, later):
     state = json.loads(json.dumps(states[0]))
 
     def second(comm):
-        batches = batch(sharded(comm, policy), 3, allow_smaller_final_batch=True)
+        batches = make(comm, allow_smaller_final_batch=True)
         batches.resume(state, comm)
         with batches:
             rest = [row for rows in batches for row in rows]
@@ -323,3 +331,5 @@ def test_sharded_input_is_read_by_one_thread():
     records = ShardedInput(["a"], {"a": [1]}.get, rank=0, size=1)
     with pytest.raises(ValueError, match="num_threads=1"):
         batch(records, 2, num_threads=2)
+    with pytest.raises(ValueError, match="no enqueue_many"):
+        maybe_batch(records, bool, 2, enqueue_many=True)

@@ -14,7 +14,7 @@ LIMIT = 20.0
 
 
 def alive():
-    return [thread for thread in threading.enumerate() if thread.name == "prefetch"]
+    return [thread for thread in threading.enumerate() if thread.name == "unisono-prefetch"]
 
 
 def test_all_batches_come_in_order_and_the_end_stays():
@@ -72,7 +72,7 @@ def test_leaving_early_ends_the_thread_and_the_source():
 
     with prefetch(source(), 2) as batches:
         next(batches)
-    assert ended == ["prefetch"]
+    assert ended == ["unisono-prefetch"]
     assert not alive()
     assert list(batches) == []
     batches.close()

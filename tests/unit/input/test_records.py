@@ -234,8 +234,7 @@ def test_what_to_do_without_the_library(tmp_path):
         del sys.modules["google_crc32c"]
         print(reader.read(queue)[1])  # nothing is lost
     """
-    result = run([sys.executable, "-c", textwrap.dedent(program), path], timeout=60)
-    assert result.status == 0, result.stderr
+    result = run([sys.executable, "-c", textwrap.dedent(program), path], timeout=60).checked()
     assert result.stdout.count("pip install google-crc32c") == 2
     assert result.stdout.endswith("b'abc'\n")
     assert path.read_bytes() == ABC

@@ -203,8 +203,7 @@ coord.join(threads)
 
 
 def test_waits_without_an_end_name_queue_and_runner():
-    result = run([sys.executable, "-c", STALLED], timeout=60, UNISONO_STALL_WARNING="0.1")
-    assert result.status == 0, result
+    result = run([sys.executable, "-c", STALLED], timeout=60, UNISONO_STALL_WARNING="0.1").checked()
     by_hand, of_batches, without_trainer = result.stdout.splitlines()
     for line, name in (by_hand, "by_hand"), (of_batches, "of_batches"):
         assert "dequeue has waited 0.1 s: the queue's QueueRunner was not started" in line
@@ -275,4 +274,8 @@ def test_producer_arguments():
     for epochs in (0, -1):
         with pytest.raises(ValueError, match="num_epochs"):
             string_input_producer(["a"], num_epochs=epochs)
+    for options in ({"capacity": 0, "num_epochs": 1}, {"capacity": 0}, {"capacity": -1}):
+        with pytest.raises(ValueError, match="bad capacity, expected at least 1.*, got "):
+            string_input_producer(["a"], **options)
+    assert produced(["a"], num_epochs=2, capacity=-1) == ["a", "a"]
     assert string_input_producer(["a"]).queue.capacity == 32

@@ -74,6 +74,7 @@ def test_settings_are_given_only_where_the_user_made_none():
     }
     own = dict.fromkeys(plain, "mine")
     assert open_mpi.recommended_settings(own, 8) == {}
+    assert open_mpi.recommended_settings({"OMPI_COMM_WORLD_LOCAL_SIZE": "many"}, cores=8) == plain
     full = open_mpi.recommended_settings({"OMPI_COMM_WORLD_LOCAL_SIZE": "8"}, cores=8)
     assert full["OMPI_MCA_mpi_yield_when_idle"] == "1"
 

@@ -7,10 +7,10 @@ import signal
 import subprocess
 import sys
 import textwrap
-import threading
 from types import SimpleNamespace
 
 import pytest
+from calls import together
 
 import launcher
 from collectives.node import temporary_directories
@@ -181,25 +181,15 @@ def test_a_folder_that_a_neighbour_removes_before_it_is_locked_is_made_again(tmp
 
 
 def test_many_makers_at_once_do_not_disturb_each_other(tmp_path):
-    errors = []
+    def make(count):
+        for _ in range(count):
+            with (
+                temporary_directories.temporary(str(tmp_path)) as path,
+                open(f"{path}/segment", "w"),
+            ):
+                assert sorted(os.listdir(path)) == ["mark", "segment"]
 
-    def make():
-        try:
-            for _ in range(50):
-                with (
-                    temporary_directories.temporary(str(tmp_path)) as path,
-                    open(f"{path}/segment", "w"),
-                ):
-                    assert sorted(os.listdir(path)) == ["mark", "segment"]
-        except BaseException as error:
-            errors.append(error)
-
-    threads = [threading.Thread(target=make) for _ in range(4)]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    assert errors == []
+    together(make, [50] * 4)
     assert list(tmp_path.iterdir()) == []
 
 

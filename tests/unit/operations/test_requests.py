@@ -15,6 +15,7 @@ import weakref
 
 import numpy as np
 import pytest
+from calls import in_thread
 
 import inprocess
 from collectives import CollectiveError, CollectiveTimeout, MismatchError
@@ -204,14 +205,9 @@ def test_a_wait_that_is_over_leaves_the_request_under_way(owner, gate):
 
 def test_several_threads_may_wait_for_one_request(owner, gate):
     request = owner.work_async(lambda: gate.wait(LIMIT) and 7)
-    results = []
-    threads = [threading.Thread(target=lambda: results.append(request.wait(LIMIT))) for _ in "1234"]
-    for thread in threads:
-        thread.start()
+    waits = [in_thread(request.wait, LIMIT) for _ in "1234"]
     gate.set()
-    for thread in threads:
-        thread.join(LIMIT)
-    assert results == [7] * 4
+    assert [wait.result(LIMIT) for wait in waits] == [7] * 4
 
 
 @pytest.mark.parametrize("timeout", [None, LIMIT])
@@ -253,7 +249,7 @@ def test_a_request_that_nobody_waits_for_is_named_once_when_it_is_dropped(owner,
     line = sys._getframe().f_lineno - 1
     gc.collect()
     (told,) = names(caplog)
-    assert told.startswith(f"nobody waited for work_async at test_requests.py:{line} (")
+    assert told.startswith(f"work_async at test_requests.py:{line} was never waited for (")
     gate.set()
     owner.progress.close()
     assert len(names(caplog)) == 1
@@ -320,7 +316,7 @@ def test_a_callback_has_to_look_at_an_error_and_keeps_the_request_until_then(own
     assert [type(one) for one in told[::2]] == [ValueError, int]
     told.clear()
     gc.collect()
-    warnings = [r.getMessage() for r in caplog.records if "nobody waited" in r.getMessage()]
+    warnings = [r.getMessage() for r in caplog.records if "was never waited for" in r.getMessage()]
     assert len(warnings) == 1
     assert "failed: ValueError: oh" in warnings[0]
 
@@ -348,7 +344,7 @@ def test_closing_waits_for_what_is_under_way(owner):
 
 
 def test_closing_names_what_does_not_end_in_one_warning(owner, gate, caplog, monkeypatch):
-    monkeypatch.setattr(carrying_out, "_DRAIN", 0.1)
+    monkeypatch.setattr(carrying_out, "EXIT_SECONDS", 0.1)
     held = [owner.work_async(lambda: gate.wait(LIMIT)) for _ in range(12)]
     owner.progress.close()
     (told,) = names(caplog)
@@ -366,7 +362,7 @@ def test_closing_names_what_does_not_end_in_one_warning(owner, gate, caplog, mon
 
 
 def test_closing_stops_an_operation_that_waits_for_another_rank(owner, caplog, monkeypatch):
-    monkeypatch.setattr(carrying_out, "_DRAIN", 0.05)
+    monkeypatch.setattr(carrying_out, "EXIT_SECONDS", 0.05)
 
     ranks = inprocess.ThreadTransport(inprocess.ThreadGroup(2, "eager"), 0)
 
@@ -430,7 +426,7 @@ def test_closing_in_a_callback_while_another_thread_closes_closes_once(owner, ga
 
 
 def test_closing_in_a_callback_after_another_close_gave_up(owner, gate, caplog, monkeypatch):
-    monkeypatch.setattr(carrying_out, "_DRAIN", 0.05)
+    monkeypatch.setattr(carrying_out, "EXIT_SECONDS", 0.05)
     ready, begun, closed = threading.Event(), threading.Event(), threading.Event()
 
     def close(_):
@@ -491,8 +487,9 @@ def test_a_forked_child_starts_and_waits_for_nothing(owner, gate):
 
 HANGS_AT_EXIT = """
     import threading, time
+    from collectives.core import background_threads
     from collectives.operations import nonblocking as progress
-    progress._DRAIN = 0.2
+    background_threads.EXIT_SECONDS = 0.2
     class Owner:
         def __init__(self):
             self.progress = progress.RequestThread(lambda: self)
@@ -513,16 +510,14 @@ HANGS_AT_EXIT = """
 def test_a_program_ends_while_a_request_hangs_and_names_it(last):
     result = run(
         [sys.executable, "-c", textwrap.dedent(HANGS_AT_EXIT.format(last=last))], timeout=30
-    )
-    assert result.status == 0
+    ).checked()
     assert result.stderr.count("1 request not done") == 1, result.stderr
-    assert "work_async at <string>:16" in result.stderr
+    assert "work_async at <string>:17" in result.stderr
 
 
 def test_a_finished_request_that_nobody_waited_for_is_named_at_exit():
     text = HANGS_AT_EXIT.format(last="held = owner.work_async(lambda: 1)")
     text = text.replace("threading.Event().wait", "int")
-    result = run([sys.executable, "-c", textwrap.dedent(text)], timeout=30)
-    assert result.status == 0
-    assert result.stderr.count("nobody waited for work_async at <string>:16 (") == 1
-    assert result.stderr.count("nobody waited for work_async at <string>:17 (") == 1
+    result = run([sys.executable, "-c", textwrap.dedent(text)], timeout=30).checked()
+    assert result.stderr.count("work_async at <string>:17 was never waited for (") == 1
+    assert result.stderr.count("work_async at <string>:18 was never waited for (") == 1

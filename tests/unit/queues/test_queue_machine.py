@@ -274,9 +274,7 @@ class QueueMachine(RuleBasedStateMachine):
 
 
 _settings = settings(
-    max_examples=100 if pairwise.full else 50,
-    stateful_step_count=40,
-    derandomize=True,
+    max_examples=100 if pairwise.full else 50, stateful_step_count=40, derandomize=True
 )
 
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import threading
 
 import numpy as np
@@ -42,6 +43,9 @@ def test_mixing_strategies_is_an_error():
 def test_an_unknown_device_is_an_error():
     with pytest.raises(ValueError, match=r"no such device, expected /cpu:0, .* got '/gpu:0'"):
         strategies.OneDeviceStrategy("/gpu:0")
+    for bad in (["/cpu:0"], 0, "cpu", "/job:ps/cpu:0"):
+        with pytest.raises(ValueError, match=f"a name such as .*, got {re.escape(repr(bad))}"):
+            strategies.OneDeviceStrategy(bad)
     with pytest.raises(ValueError, match=r"expected different devices, .* \['/cpu:0', '/cpu:0'\]"):
         strategies.MirroredStrategy(["/cpu:0", "cpu:0"])
     with pytest.raises(TypeError, match="not a list of names, got '/cpu:0'"):

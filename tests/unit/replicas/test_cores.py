@@ -7,7 +7,7 @@ import threading
 
 import pytest
 
-from strategies.replicas.thread_pool import CoreAffinity
+from strategies.replicas.core_affinity import CoreAffinity
 
 pytestmark = pytest.mark.skipif(
     not hasattr(os, "sched_setaffinity"), reason="threads have no cores here"

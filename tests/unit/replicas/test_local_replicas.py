@@ -290,8 +290,16 @@ def test_golden_batches_of_one_process(policy, replicas, rows, batch, last):
     assert [part.tolist() for part in step.values] == last
     with pytest.raises(ValueError, match="expected one of auto file data off, got 'files'"):
         strategy.distribute_dataset(batches, policy="files")
-    with pytest.raises(NotFoundError, match="batches that know of no files, .* got list"):
+    with pytest.raises(NotFoundError, match="batches without files, .* got list"):
         strategy.distribute_dataset(batches, policy="file")
+
+
+@pytest.mark.parametrize("policy", ["data", "off"])
+def test_batches_of_other_lengths_keep_all_rows(policy):
+    strategy = strategies.MirroredStrategy(cpus(2))
+    batches = np.split(np.arange(17), [1, 5, 7, 15])  # of 1, 4, 2, 8 and 2 rows
+    steps = strategy.distribute_dataset(batches, policy=policy)
+    assert [row for step in steps for part in step.values for row in part] == list(range(17))
 
 
 def test_options_of_a_call_go_over_those_of_the_strategy():
@@ -307,14 +315,12 @@ def test_options_of_a_call_go_over_those_of_the_strategy():
         strategies.CommunicationOptions(timeout=0)
 
 
-def test_mirrored_replicas_are_on_one_node():
-    def check(comm):
-        assert comm.num_nodes == 2
-        with pytest.raises(ValueError, match="the ranks are on several nodes, expected 1, got 2"):
-            strategies.MirroredStrategy(comm=comm)
-        assert strategies.MultiWorkerMirroredStrategy(comm).num_replicas_in_sync == 2
-
-    inprocess.run_ranks(2, check, leaders=[0, 1])
+@inprocess.on_ranks(2, leaders=[0, 1])
+def test_mirrored_replicas_are_on_one_node(comm):
+    assert comm.num_nodes == 2
+    with pytest.raises(ValueError, match="the ranks are on several nodes, expected 1, got 2"):
+        strategies.MirroredStrategy(comm=comm)
+    assert strategies.MultiWorkerMirroredStrategy(comm).num_replicas_in_sync == 2
 
 
 def test_how_many_processes_a_launcher_started(monkeypatch):

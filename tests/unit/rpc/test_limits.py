@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import sys
 
-from launcher import run
+from launcher import run, written
 
 PROGRAM = """
 import json, math, threading, time
@@ -63,12 +63,10 @@ print(json.dumps(found))
 
 
 def test_waits_and_threads_have_the_limits_of_the_environment(tmp_path):
-    program = tmp_path / "limited.py"
-    program.write_text(PROGRAM)
+    program = written(tmp_path, PROGRAM)
     result = run(
         [sys.executable, program], timeout=60, UNISONO_WAIT_LIMIT="0.2", UNISONO_CALL_THREADS="2"
-    )
-    assert result.status == 0, result
+    ).checked()
     found = json.loads(result.stdout)
     assert found["queue"].startswith("dequeue: not finished after 0.2 s"), found
     assert found["waited"] >= 0.2

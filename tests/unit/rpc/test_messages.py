@@ -251,8 +251,7 @@ def test_damaged_messages_are_an_error_and_nothing_else():
 
 
 @pytest.mark.parametrize(
-    "kind",
-    [getattr(errors, name) for name in errors.__all__ if name != "OpError"],
+    "kind", [getattr(errors, name) for name in errors.__all__ if name != "OpError"]
 )
 def test_errors_keep_class_and_words(kind):
     got = protocol.error_from(protocol.error_to(kind("what is wrong")))

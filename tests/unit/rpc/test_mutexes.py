@@ -5,7 +5,7 @@ from __future__ import annotations
 import threading
 
 import pytest
-from calls import until
+from calls import in_thread, together, until
 
 import elsewhere
 from strategies.errors import (
@@ -27,19 +27,6 @@ def services():
         yield services
 
 
-def in_threads(*functions):
-    threads = [threading.Thread(target=function, daemon=True) for function in functions]
-    for thread in threads:
-        thread.start()
-    return threads
-
-
-def ended(threads):
-    for thread in threads:
-        thread.join(LIMIT)
-        assert not thread.is_alive()
-
-
 @pytest.mark.parametrize("place", [0, 1])
 def test_one_thread_of_all_tasks_at_a_time_has_it(services, place):
     inside, most, counts = [], [], [0]
@@ -55,7 +42,7 @@ def test_one_thread_of_all_tasks_at_a_time_has_it(services, place):
                 inside.pop()
         assert not mutex.is_held
 
-    ended(in_threads(*[lambda s=s: work(s) for s in services for _ in range(2)]))
+    together(work, [*services] * 2)
     assert counts == [80]
     assert set(most) == {1}
 
@@ -75,7 +62,7 @@ def test_a_limit_names_the_lock_and_leaves_the_line(services, holder):
 
 
 def test_those_that_wait_get_it_in_their_order(services):
-    order, threads = [], []
+    order, taken = [], []
 
     def take(n):
         with MutexLock(services[1], "l", task=0):
@@ -84,10 +71,11 @@ def test_those_that_wait_get_it_in_their_order(services):
     with MutexLock(services[0], "l", task=0):
         for n in range(4):
             before = len(services.channels[0].handled)
-            threads += in_threads(lambda n=n: take(n))
+            taken.append(in_thread(take, n))
             # It opens the lock, stands in the line, and waits to come to the front.
             until(lambda r=before: len(services.channels[0].handled) >= r + 3)
-    ended(threads)
+    for one in taken:
+        one.result(LIMIT)
     assert order == [0, 1, 2, 3]
 
 
@@ -97,11 +85,11 @@ def test_a_task_that_leaves_has_it_no_longer():
         theirs.acquire()
         ours = MutexLock(services[0], "l", task=0)
         got = threading.Event()
-        threads = in_threads(lambda: [ours.acquire(LIMIT), got.set(), ours.release()])
+        taken = in_thread(lambda: [ours.acquire(LIMIT), got.set(), ours.release()])
         assert not got.is_set()
         elsewhere.leave(services[1])
         assert got.wait(LIMIT)
-        ended(threads)
+        taken.result(LIMIT)
 
 
 def test_a_lock_that_was_lost_says_so(services):
@@ -116,7 +104,7 @@ def test_a_lock_that_was_lost_says_so(services):
 
 def test_wrong_use(services):
     mutex = MutexLock(services[1], "l", task=0)
-    with pytest.raises(FailedPreconditionError, match=r"this thread has it not \(lock: l\)"):
+    with pytest.raises(FailedPreconditionError, match=r"this thread does not hold it \(lock: l\)"):
         mutex.release()
     with mutex, pytest.raises(FailedPreconditionError, match="acquire: this thread has it"):
         mutex.acquire()

@@ -57,9 +57,9 @@ def test_a_silent_task_is_given_up_and_what_it_does_later_is_undone():
 
 
 def test_waiting_for_a_task_that_lives_has_no_end():
-    with elsewhere.two_tasks(timeout=2.0) as services:
+    with elsewhere.two_tasks(timeout=1.0) as services:
         queue = queue_on_0(services[1])
-        threading.Timer(3.0, queue_on_0(services[0]).enqueue, (7,)).start()
+        threading.Timer(1.5, queue_on_0(services[0]).enqueue, (7,)).start()
         assert queue.dequeue() == 7
 
 
@@ -262,8 +262,8 @@ def test_rows_whose_answer_cannot_be_sent_go_back_once(services, monkeypatch, ca
     with caplog.at_level(logging.WARNING):
         elsewhere.leave(services[1])
         services[0].departures([1], LIMIT)
-        until(lambda: "answers under way" in caplog.text)
-    assert "; 0 answers under way to it were taken back" in caplog.text
+        until(lambda: "responses dropped" in caplog.text)
+    assert "; responses dropped: 0" in caplog.text
     assert here.size() == 0
 
 

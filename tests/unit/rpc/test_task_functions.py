@@ -12,6 +12,7 @@ import pytest
 from calls import until
 
 import elsewhere
+from strategies.core.thread_pool import ThreadPool
 from strategies.errors import (
     CancelledError,
     DeadlineExceededError,
@@ -21,7 +22,7 @@ from strategies.errors import (
     UnavailableError,
     UnknownError,
 )
-from strategies.rpc import Task, functions, pool
+from strategies.rpc import Task, functions
 
 LIMIT = 20.0
 
@@ -40,6 +41,26 @@ class OwnError(Exception):
         super().__init__(first)
 
 
+class NamedAsFunction(Exception):
+    pass
+
+
+# A reply names the class of an error; these give the names of a function and of another class.
+NamedAsFunction.__module__, NamedAsFunction.__qualname__ = __name__, "note"
+
+
+class NamedAsClass(Exception):
+    pass
+
+
+NamedAsClass.__module__, NamedAsClass.__qualname__ = "builtins", "str"
+
+
+def note(number):
+    calls.append(number)
+    return ValueError(number)
+
+
 def fail(kind):
     raise {
         "own": lambda: OwnError("of a test", second=1),
@@ -47,6 +68,8 @@ def fail(kind):
         "array": lambda: ValueError("wrong", np.arange(2)),
         "object": lambda: ValueError(object),
         "exit": lambda: SystemExit(3),
+        "function": lambda: NamedAsFunction(7),
+        "class": lambda: NamedAsClass("text"),
     }[kind]()
 
 
@@ -87,7 +110,7 @@ def test_what_a_handler_raises_is_no_end_of_the_timeout(services, timeout):
         signal.signal(signal.SIGALRM, before)
 
 
-class CountingPool(pool.Pool):
+class CountingPool(ThreadPool):
     """A pool that knows how many jobs it has got, and given back."""
 
     submitted = withdrawn = 0
@@ -105,7 +128,7 @@ class CountingPool(pool.Pool):
 @pytest.mark.parametrize("number", [0, 1], ids=["elsewhere", "here"])
 def test_a_function_that_has_not_begun_is_not_called(services, monkeypatch, number):
     calls_pool = CountingPool("one call", lambda: 1)
-    monkeypatch.setattr(functions.pool, "CALLS", calls_pool)
+    monkeypatch.setattr(functions, "CALLS", calls_pool)
     task = Task(services[1], number)
     running = task.submit(wait_for_gate, 1)
     until(lambda: calls == [1])
@@ -147,6 +170,11 @@ def test_errors_keep_their_class_where_that_can_be_made(services):
         task.run(fail, "object")
     with pytest.raises(UnknownError, match="test_task_functions:OwnError: of a test"):
         task.run(fail, "own")
+    with pytest.raises(UnknownError, match="test_task_functions:note: 7"):
+        task.run(fail, "function")
+    assert calls == [], "the function is not called"
+    with pytest.raises(UnknownError, match="builtins:str: text"):
+        task.run(fail, "class")
     with pytest.raises(SystemExit):
         task.run(fail, "exit")
     with pytest.raises(NotFoundError, match="no function of this name"):

@@ -54,6 +54,14 @@ def test_an_evaluator_that_is_started_again_goes_on_with_what_is_new(tmp_path):
     assert again.seen == ["step-000002"]
 
 
+def test_scores_do_not_replace_the_step_and_the_sequence_number(tmp_path):
+    scored = Scored(tmp_path, lambda path: {"sum": 1, "step": 8, "sequence": 9})
+    scored.save(5)
+    assert scored.evaluator.score_new() == 1
+    assert scored.evaluator.score_new() == 0
+    assert scored.lines == [(5, 1)]
+
+
 def test_one_that_is_deleted_before_its_turn_is_passed_over(tmp_path):
     def evaluate(path):
         if path.name == "step-000001":

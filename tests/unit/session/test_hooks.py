@@ -5,6 +5,7 @@ from __future__ import annotations
 import io
 import logging
 import math
+import signal
 
 import numpy as np
 import pytest
@@ -60,6 +61,40 @@ def test_callbacks_come_in_order(tmp_path):
     assert seen == [f"{name} {call}" for call in calls for name in ("early", "late")]
 
 
+class FailsAtClose(hooks.Hook):
+    order = 49
+
+    def __init__(self, fails_at_begin):
+        self.fails_at_begin = fails_at_begin
+
+    def begin(self, session):
+        if self.fails_at_begin:
+            raise KeyError("begin")
+
+    def close(self):
+        raise ZeroDivisionError("close")
+
+
+@pytest.mark.parametrize("fails_at_begin", [False, True])
+def test_all_hooks_and_the_signals_are_closed_if_one_fails(fails_at_begin):
+    seen, before = [], signal.getsignal(signal.SIGTERM)
+    with pytest.raises(ZeroDivisionError, match="close"):
+        run(FailsAtClose(fails_at_begin), Witness("later", 50, seen))
+    assert seen[-1] == "later close"
+    assert signal.getsignal(signal.SIGTERM) is before
+
+
+def test_the_bar_is_closed_if_the_file_cannot_be(monkeypatch, tmp_path, capsys):
+    def fails(writer):
+        raise ZeroDivisionError("close")
+
+    with monkeypatch.context() as patches:
+        patches.setattr(metrics_hook.MetricsWriter, "close", fails)
+        with pytest.raises(ZeroDivisionError):
+            run(Summaries(metrics=tmp_path / "metrics.jsonl", progress="steps"))
+    assert "steps: 3/3 (100%)" in capsys.readouterr().err
+
+
 def test_the_documented_order():
     order = [
         hooks.StopAtStep, hooks.StepCounter, hooks.LogValues, hooks.NanGuard, hooks.Hook, Summaries,
@@ -69,7 +104,7 @@ def test_the_documented_order():
     assert len({kind.order for kind in order}) == len(order)
     for kind in order:
         row = next(line for line in hooks.__doc__.splitlines() if f"`{kind.__name__}`" in line
-                   or (kind is hooks.Hook and "one's own |" in line))  # fmt: skip
+                   or (kind is hooks.Hook and "your own |" in line))  # fmt: skip
         assert f" {kind.order} " in row
 
 
@@ -156,6 +191,15 @@ def test_a_last_value():
     assert final.value is None
     run(final)
     assert final.value == 0.97
+
+
+@pytest.mark.parametrize("name", ["step", "n", "self"])
+def test_values_may_have_the_name_of_an_argument(tmp_path, name):
+    path = tmp_path / "metrics.jsonl"
+    run(Summaries(metrics=path, progress="steps"), function=lambda: {name: 7, "loss": 0.5})
+    # A step of its own wins over a value of this name.
+    expected = [{name: 7, "loss": 0.5, "step": step} for step in (1, 2, 3)]
+    assert strategies.session.read_metrics(path) == expected
 
 
 class Events:

@@ -14,6 +14,7 @@ import threading
 
 import numpy as np
 import pytest
+from calls import together
 
 from requirements import needs
 from strategies import errors
@@ -157,11 +158,7 @@ def test_lines_of_several_threads_do_not_mix(tmp_path):
             for step in range(100):
                 writer.write(step=step, thread=thread, text="x" * 200)
 
-        threads = [threading.Thread(target=work, args=(n,)) for n in range(4)]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join(30)
+        together(work, range(4))
     assert len(strict(path.read_text())) == 400
 
 

@@ -10,6 +10,7 @@ import time
 
 import numpy as np
 import pytest
+from calls import status_of
 
 import strategies
 from launcher import ROOT, environment
@@ -42,13 +43,6 @@ class Training:
 def train(session, function, *args):
     while not session.should_stop():
         session.run(function, *args)
-
-
-def status_of(program):
-    """The exit status with which a program leaves."""
-    with pytest.raises(SystemExit) as left:
-        program()
-    return left.value.code
 
 
 @pytest.fixture
@@ -235,7 +229,7 @@ def test_the_end_of_the_input_is_an_end(training, end):
 def test_run_after_the_end_says_so(training):
     with TrainingSession(training.saver, hooks=[hooks.StopAtStep(0)]) as session:
         assert session.should_stop()
-        with pytest.raises(RuntimeError, match=r"run: expected .* is to stop \(step 0\)"):
+        with pytest.raises(RuntimeError, match=r"run: the session has stopped, .* \(step 0\)"):
             session.run(training.step)
     with pytest.raises(RuntimeError, match="is not open"):
         TrainingSession().run(training.step)

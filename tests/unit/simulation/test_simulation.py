@@ -139,16 +139,16 @@ def test_a_ring_takes_what_its_closed_form_says(size):
 
 
 @pytest.mark.parametrize(
-    ("size", "nodes", "by_nodes"),
-    [(2, 2, False), (16, 16, False), (16, 8, False), (64, 4, True)],
+    ("size", "nodes", "by_nodes"), [(2, 2, False), (16, 16, False), (16, 8, False), (64, 4, True)]
 )
 @pytest.mark.parametrize("nbytes", [0, 3000])
 def test_a_comparison_takes_what_its_closed_form_says(size, nodes, by_nodes, nbytes):
-    machine = MACHINE._replace(network=LinkCost(4e-6, 1e-8, 1e-10, letter=2e-6))
+    machine = MACHINE._replace(network=LinkCost(4e-6, 1e-8, 1e-10, eager=2e-6))
     cluster = SimulatedCluster(size, nodes, machine)
     assert signature_check.per_node(cluster.layout) == by_nodes
     simulated = calls.simulate_sequence(nbytes, cluster, by_nodes=by_nodes)
-    # Who speaks for a node combines the letters of all its ranks, which is not in the closed form.
+    # The rank that speaks for a node combines the eager messages of its ranks, which is not in the
+    # closed form.
     within = 0.3 if by_nodes else 0.01
     assert simulated == pytest.approx(signature_check.seconds(nbytes, cluster.layout), rel=within)
     slow = calls.simulate_sequence(
@@ -323,7 +323,7 @@ def test_who_waits_polls_for_a_while_and_then_lets_another_rank_have_the_core():
 @pytest.mark.parametrize("algorithm", ["tree", None])
 def test_a_whole_call_has_its_comparison_and_what_python_takes(algorithm):
     def seconds(call=0.0, calls_=1):
-        machine = MACHINE._replace(network=MACHINE.network._replace(call=call, letter=2e-6))
+        machine = MACHINE._replace(network=MACHINE.network._replace(call=call, eager=2e-6))
         cluster = SimulatedCluster(4, 4, machine)
         return calls.simulate_check(algorithm, 4000, cluster, by_nodes=False, calls=calls_), cluster
 

@@ -24,6 +24,15 @@ def test_the_call_site_is_the_first_frame_outside_of_our_packages():
     assert inner["inside"]().entry == ""
 
 
+def test_a_record_names_the_line_of_the_program_that_calls_through_pytorch():
+    ours = {"__name__": "strategies.torch.backend", "recorder": Recorder("world", 0, 1)}
+    exec("def hook():\n return recorder.begin(1, 'allreduce').site\n", ours)
+    torch = {"__name__": "torch.autograd.graph", "hook": ours["hook"]}
+    exec("def backward():\n return hook()\n", torch)
+    site = torch["backward"]()
+    assert (site.file, site.line) == (__file__, sys._getframe().f_lineno - 1)
+
+
 def test_a_thread_may_record_for_another_one():
     origin = call_sites.current_origin()
     mine = Recorder("world", 0, 1)
