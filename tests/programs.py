@@ -3,8 +3,8 @@
 On a page a file is a line that names it, such as "`train.py`:" at the end of a paragraph, and the
 next block of Python. A block of `sh` is typed in a folder that has these files; a block without a
 language after it is what it prints, in which the lines of several ranks may come in any order.
-Where a comment before it says so, its numbers are those of one run. A command that ends with
-`|| echo WORDS` has to fail.
+Where a comment before it says so, its numbers, folders and spans are those of one run. A command
+that ends with `|| echo WORDS` has to fail.
 """
 
 from __future__ import annotations
@@ -20,7 +20,8 @@ from launcher import ROOT, mpirun_path, run
 
 _BLOCK = re.compile(r"^```(\w*)\n(.*?)^```$", re.MULTILINE | re.DOTALL)
 _OF_ONE_RUN = "<!-- numbers and folders are of one run -->"
-_ANY = re.compile(r"\d+(?:\.\d+)?|/[\w./-]+(?=/)")
+# The span of the longest wait is left out: on a busy machine a rank may be late for another reason.
+_ANY = re.compile(r", while it was in '\w+'|\d+(?:\.\d+)?|/[\w./-]+(?=/)")
 _NAME = re.compile(r"`([\w-]+\.py)`")
 
 
