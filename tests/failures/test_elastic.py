@@ -8,7 +8,7 @@ import sys
 from collections import Counter
 
 import pytest
-from elastic_jobs import DIGITS, of_kind, start
+from elastic_jobs import DIGITS, epochs_after, of_kind, start
 from victims import FAULT_TOLERANT, needs_fault_tolerance
 
 from launcher import ROOT, asked_to_stop, mpirun, run
@@ -53,7 +53,7 @@ def test_the_digits_are_learnt_whoever_dies(tmp_path, victims, memory):
     for event in of_kind(told, "recovered"):
         lost = max(step for step, _ in victims) - 5 * event["commit"]
         assert lost < 10, told
-        assert event["seconds"] < 10
+        assert event["seconds"] < 60
 
 
 @pytest.mark.timeout(600)
@@ -86,9 +86,9 @@ def test_every_kind_of_death_is_among_the_jobs_that_the_docs_tell_of():
 def test_after_a_death_files_are_written_the_job_is_asked_to_stop_and_goes_on_later(tmp_path):
     needs("sklearn")
     saved, records = tmp_path / "saved", {"UNISONO_RECORDER_DIR": str(tmp_path)}
-    arguments = (DIGITS, "--checkpoints", saved, "--save-steps", 10, "--epochs", 10)
+    arguments = (DIGITS, "--checkpoints", saved, "--save-steps", 10, "--epochs")
     result = asked_to_stop(
-        4, *arguments, once=saved / "step-000060", options=FAULT_TOLERANT, **records,
+        4, *arguments, 10**5, once=saved / "step-000060", options=FAULT_TOLERANT, **records,
         UNISONO_EVENTS=str(tmp_path / "events"), UNISONO_FAULT="step=42,rank=0,kind=kill",
     )  # fmt: skip
     assert result.status == 85, result
@@ -99,8 +99,11 @@ def test_after_a_death_files_are_written_the_job_is_asked_to_stop_and_goes_on_la
     restored = {line["rank"]: (line["step"], line["file"]) for line in of_kind(told, "restored")}
     assert restored == dict.fromkeys((1, 2, 3), (40, False))
     assert max(line["step"] for line in of_kind(told, "saved")) == left >= 60
-    result = mpirun(4, *arguments, "--resume", options=FAULT_TOLERANT, timeout=110, **records)
-    assert "4 of 4 ranks; each row was used 10 to 10 times" in result.stdout, result
+    epochs = epochs_after(left)
+    result = mpirun(
+        4, *arguments, epochs, "--resume", options=FAULT_TOLERANT, timeout=110, **records
+    )
+    assert f"4 of 4 ranks; each row was used {epochs} to {epochs} times" in result.stdout, result
     assert result.status == 0, result
     # One line for each step, whoever was the chief, and though steps were made again.
     steps = [line["step"] for line in read_metrics(f"{saved}.jsonl")]

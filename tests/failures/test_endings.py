@@ -15,7 +15,7 @@ from pairwise import also
 MESSAGES = {"UNISONO_SHARED_MEMORY": "off"}
 
 # Seconds from the call to the error: room for a busy machine, and far less than a wait may last.
-ON_A_NODE, BETWEEN_NODES = 5.0, 10.0
+KNOWN_WITHIN = 20.0
 
 HEAD = """
     import os, signal, sys, threading, time
@@ -39,12 +39,12 @@ def program(tmp_path, *parts):
     return written(tmp_path, HEAD, *parts)
 
 
-def check_told(result, ranks, kind, words, within):
+def check_told(result, ranks, kind, words):
     """All of some ranks have got an error with these words in time."""
     for rank in ranks:
         told = re.search(rf"{kind}: rank {rank} after (\S+) s: .*{words}", result.stdout)
         assert told, result
-        assert float(told[1]) < within
+        assert float(told[1]) < KNOWN_WITHIN
 
 
 # Every call on a communicator of its own, as none is usable after an error.
@@ -88,9 +88,8 @@ KINDS = ("plain", "new", "planned", "asynchronous", "buckets", "native")
 def test_who_needs_a_rank_that_has_ended_is_told(tmp_path, settings):
     result = mpirun(3, program(tmp_path, "how = 'ends'\n", CALLS), **settings)
     words = r"rank 1 has ended its program \((after|before) [\w# ]+( at program.py:\d+)?\)"
-    within = BETWEEN_NODES if settings else ON_A_NODE
     for kind in (*KINDS, "receive", "first"):
-        check_told(result, (0, 2), kind, words, within)
+        check_told(result, (0, 2), kind, words)
     assert result.status == 0, result
 
 
@@ -99,7 +98,7 @@ def test_who_needs_a_rank_of_its_node_that_has_closed_the_communicator_is_told(t
     result = mpirun(3, file, cwd=tmp_path)
     words = r"rank 1 has closed the communicator \(after \w+ #\d+ at program.py:\d+\)"
     for kind in ("plain", "new", "planned"):
-        check_told(result, (0, 2), kind, words, ON_A_NODE)
+        check_told(result, (0, 2), kind, words)
 
 
 @pytest.mark.parametrize("settings", [{}, MESSAGES], ids=["node", "messages"])
@@ -131,7 +130,7 @@ def test_a_rank_that_finalizes_mpi_by_itself_waits_for_the_others(tmp_path):
             told("barrier", comm.barrier)
     """
     result = mpirun(2, program(tmp_path, text), **MESSAGES)
-    check_told(result, (1,), "barrier", "rank 0 has ended its program", BETWEEN_NODES)
+    check_told(result, (1,), "barrier", "rank 0 has ended its program")
     assert result.status == 0, result
 
 

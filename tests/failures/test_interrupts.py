@@ -77,7 +77,7 @@ def test_a_rank_that_is_interrupted_stops_and_the_others_name_it(tmp_path, what,
     )
     lines = result.stdout.splitlines()
     (stopped,) = [line for line in lines if line.startswith("rank 0 stopped")]
-    assert float(stopped.split()[4]) < 10, result
+    assert float(stopped.split()[4]) < 20, result
     (then,) = [line for line in lines if line.startswith("rank 0 then")]
     assert "not usable any more" in then
     assert "failed: KeyboardInterrupt" in then
@@ -87,7 +87,7 @@ def test_a_rank_that_is_interrupted_stops_and_the_others_name_it(tmp_path, what,
             assert "CollectiveTimeout: allreduce: no answer within 1 s, still waiting for" in line
         else:
             assert "CollectiveTimeout" in line or "MismatchError" in line
-        assert float(line.split()[3]) < 12, result
+        assert float(line.split()[3]) < 30, result
     assert result.status == 0, result
 
 

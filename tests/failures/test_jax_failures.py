@@ -66,18 +66,17 @@ def test_ctrl_c_ends_the_wait_of_a_program(tmp_path):
         assert comm.recv(0) == 1
         comm.barrier()
         sys.exit()
-    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-    began = time.monotonic()
     try:
         with library_errors():
+            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
             step(jnp.ones(3))
     except KeyboardInterrupt:
-        say(f"interrupted: {time.monotonic() - began < 5}")
+        say("interrupted")
     comm.send(1, 1)
     comm.barrier()
     """
     result = start(tmp_path, 2, HEAD, body, options=())
-    assert "rank 0: interrupted: True" in result.stdout, result
+    assert "rank 0: interrupted" in result.stdout, result
 
 
 def test_another_version_of_the_interface_is_an_error_before_the_first_call(tmp_path):

@@ -53,7 +53,7 @@ def test_a_killed_rank_is_a_peer_failure_on_the_others_at_once(tmp_path, what):
         (line,) = [t for t in result.stdout.splitlines() if t.startswith(f"rank {rank} after ")]
         assert "PeerFailure: " in line, result
         assert f"rank 1 died (rank {rank} of 3)" in line
-        assert float(line.split()[3]) < 10
+        assert float(line.split()[3]) < 20
         assert f"rank {rank} then barrier: this communicator is not usable" in result.stdout
         record = json.loads((tmp_path / "records" / f"rank-{rank}.json").read_text())
         assert "PeerFailure" in json.dumps(record)

@@ -7,7 +7,6 @@ import re
 import signal
 import subprocess
 import sys
-import time
 
 import pytest
 from victims import FAULT_TOLERANT, needs_fault_tolerance
@@ -17,8 +16,9 @@ from launcher import environment, mpirun, mpirun_path, written
 # Messages only: without shared memory a rank of the node is as far away as one of another node.
 MESSAGES = {"UNISONO_SHARED_MEMORY": "off"}
 
-# Seconds within which the survivors of a killed rank have to know.
-KNOWN_WITHIN = 2.0
+# Seconds within which the survivors of a killed rank have to know: room for a busy machine, and far
+# less than the 600 s that a call may last.
+KNOWN_WITHIN = 20.0
 
 
 @pytest.fixture(scope="module", autouse=True)
@@ -217,9 +217,7 @@ def test_a_stopped_rank_is_named_by_the_deadline_and_the_job_ends(tmp_path, opti
             os.kill(os.getpid(), signal.SIGSTOP)
         comm.barrier(timeout=3 if comm.rank == 0 else 20)  # rank 0 waits for rank 1
     """
-    began = time.monotonic()
     result = mpirun(3, program(tmp_path, text), timeout=60, options=options, **MESSAGES)
-    assert time.monotonic() - began < 30
     assert result.status != 0
     assert "CollectiveTimeout: barrier: no answer within 3 s" in result.stderr, result
     assert re.search(r"still waiting for rank 1 to send \d+ bytes \(rank 0 of 3\)", result.stderr)
@@ -241,12 +239,11 @@ def test_ctrl_c_interrupts_a_wait_and_ends_the_communicator(tmp_path):
     text = """
         comm.barrier()
         if comm.rank == 0:
-            threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-            began = time.monotonic()
             try:
+                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
                 comm.barrier()
             except KeyboardInterrupt:
-                print("after", time.monotonic() - began, flush=True)
+                print("interrupted", flush=True)
             try:
                 comm.barrier()
             except cc.CollectiveError as error:
@@ -256,7 +253,7 @@ def test_ctrl_c_interrupts_a_wait_and_ends_the_communicator(tmp_path):
             time.sleep(0.01)
     """
     result = mpirun(2, program(tmp_path, text), timeout=60, cwd=tmp_path, **MESSAGES)
-    assert 0.4 < float(re.search(r"after (\S+)", result.stdout)[1]) < 20, result
+    assert "interrupted\n" in result.stdout, result
     assert "since barrier failed: KeyboardInterrupt" in result.stdout
 
 

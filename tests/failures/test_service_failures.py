@@ -93,7 +93,7 @@ def test_a_killed_host_is_an_error_for_its_clients_at_once_and_for_nobody_else(t
         assert again[1] < 0.5
         for result, _ in [*blocked, again]:
             assert result.startswith("UnavailableError: ") and "task 0 died" in result, result
-        assert max(time for _, time in blocked) < 10, blocked
+        assert max(time for _, time in blocked) < 20, blocked
         other.enqueue(comm.rank)
         if comm.rank == 1:
             say(sorted(other.dequeue_many(2, timeout=20).tolist()))
@@ -255,8 +255,8 @@ def test_a_signal_interrupts_a_wait_for_another_task(tmp_path):
             queue = open_queue()
             comm.barrier()
             if comm.rank == 1:
-                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
                 try:
+                    threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
                     queue.dequeue()
                 except KeyboardInterrupt:
                     say("interrupted")

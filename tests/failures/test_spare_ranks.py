@@ -7,7 +7,7 @@ import re
 import sys
 
 import pytest
-from elastic_jobs import DIGITS, of_kind, start
+from elastic_jobs import DIGITS, epochs_after, of_kind, start
 from victims import FAULT_TOLERANT, needs_fault_tolerance
 
 from launcher import ROOT, asked_to_stop, mpirun, run
@@ -199,10 +199,9 @@ def test_spare_ranks_are_refused_where_a_death_ends_the_job(tmp_path):
 def test_a_job_with_spare_ranks_is_asked_to_stop_and_goes_on_later_with_the_same_bits(tmp_path):
     needs("sklearn")
     saved, records = tmp_path / "saved", {"UNISONO_RECORDER_DIR": str(tmp_path)}
-    common = ("--save-steps", 10, "--epochs", 4)
-    arguments = (DIGITS, "--checkpoints", saved, *common)
+    arguments = (DIGITS, "--checkpoints", saved, "--save-steps", 10, "--max-ranks", 3, "--epochs")
     result = asked_to_stop(
-        4, *arguments, "--max-ranks", 3, once=saved / "step-000040", options=FAULT_TOLERANT,
+        4, *arguments, 10**5, once=saved / "step-000040", options=FAULT_TOLERANT,
         UNISONO_EVENTS=str(tmp_path / "events"), UNISONO_FAULT="step=22,rank=0,kind=kill",
         **records,
     )  # fmt: skip
@@ -213,12 +212,14 @@ def test_a_job_with_spare_ranks_is_asked_to_stop_and_goes_on_later_with_the_same
     assert {line["rank"] for line in of_kind(told, "left")} == {1, 2, 3}
     soon = int(last_files(saved)[0].removeprefix("step-")) + 10
     faults = {"UNISONO_FAULT": f"step={soon},rank=1,kind=kill", **records}
-    goes_on = (*arguments, "--max-ranks", 3, "--resume")
+    epochs = epochs_after(soon)
+    goes_on = (*arguments, epochs, "--resume")
     result = mpirun(4, *goes_on, options=FAULT_TOLERANT, timeout=110, **faults)
-    assert "3 of 4 ranks; each row was used 4 to 4 times" in result.stdout, result
+    assert f"3 of 4 ranks; each row was used {epochs} to {epochs} times" in result.stdout, result
     assert result.status == 0, result
     alone = tmp_path / "undisturbed"
-    mpirun(3, DIGITS, "--checkpoints", alone, *common, timeout=110, **records).checked()
+    arguments = (DIGITS, "--checkpoints", alone, "--save-steps", 10, "--epochs", epochs)
+    mpirun(3, *arguments, timeout=110, **records).checked()
     assert last_files(saved) == last_files(alone)
 
 

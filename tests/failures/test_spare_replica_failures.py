@@ -55,7 +55,7 @@ def test_killed_workers_are_spares_less_until_there_are_too_few(tmp_path):
             train(10 ** 9)
         except UnavailableError as error:
             say(str(error).partition("(")[2])
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 20
     """
     result = start(tmp_path, 4, text, LEAVE, options=FAULT_TOLERANT)
     dead = "{2: 'task 2 died', 3: 'task 3 died'}"
@@ -81,7 +81,7 @@ def test_a_killed_chief_is_an_error_on_all_workers_at_once(tmp_path, tasks):
             train(10 ** 9)
         except UnavailableError as error:
             assert "task 0 died" in str(error), error
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 20
             say("the chief died")
         try:
             train(10 ** 9)
@@ -109,7 +109,7 @@ def test_a_killed_task_that_averages_is_an_error_on_all(tmp_path):
             train(10 ** 9)
         except UnavailableError as error:
             assert "task 1 died" in str(error), error
-            assert time.monotonic() - began < 10
+            assert time.monotonic() - began < 20
             say("unavailable")
     """
     result = start(tmp_path, 3, text, LEAVE, options=FAULT_TOLERANT)

@@ -22,20 +22,23 @@ model = torch.nn.parallel.DistributedDataParallel(torch.nn.Linear(50, 50))
 for step in range(1000):
     if step == 5 and dist.get_rank() == 1:
         os.kill(os.getpid(), signal.SIGKILL)
-    began = time.monotonic()
     try:
         model(torch.ones(2, 50)).sum().backward()
     except dist.DistBackendError as error:
-        assert time.monotonic() - began < 10
         print("found:", dist.get_rank(), type(error).__name__, error, flush=True)
-        time.sleep(4)  # the launcher ends the others as soon as one has ended by an error
+        open(f"found-{dist.get_rank()}", "w").close()
+        # The launcher ends the other one as soon as one has ended by an error.
+        while not (os.path.exists("found-0") and os.path.exists("found-2")):
+            time.sleep(0.01)
         os._exit(3)
 """
 
 
-def test_a_rank_that_is_killed_under_ddp_is_named_on_the_others():
+def test_a_rank_that_is_killed_under_ddp_is_named_on_the_others(tmp_path):
     options = FAULT_TOLERANT  # so that the launcher does not end the others first
-    result = mpirun(3, "-c", KILLED, options=options, timeout=60, UNISONO_TIMEOUT="20")
+    result = mpirun(
+        3, "-c", KILLED, options=options, timeout=110, cwd=tmp_path, UNISONO_TIMEOUT="20"
+    )
     found = [line for line in result.stdout.splitlines() if line.startswith("found:")]
     assert {line.split()[1] for line in found} == {"0", "2"}, result.stdout + result.stderr
     assert all("PeerFailure allreduce" in line and "rank 1" in line for line in found)

@@ -49,10 +49,10 @@ def test_a_killed_task_is_an_error_for_all_that_use_it_at_once(tmp_path):
         blocked.append(timed(v.read))
         blocked.append(timed(lambda: v.apply_gradients(np.ones(100_000))))
         blocked.append(timed(lambda: open_variable(None, "new")))
-        assert time.monotonic() - began < 5
+        assert time.monotonic() - began < 20
         for error, _ in blocked:
             assert error.startswith("UnavailableError: ") and "task 0 died" in error, error
-        assert max(seconds for _, seconds in blocked) < 10, blocked
+        assert max(seconds for _, seconds in blocked) < 20, blocked
         other.apply_gradients(-np.ones(2))
         until(lambda: other.read().version == 2)
         say(other.read().value.tolist(), strategies.rpc.Task(service, 1).run("math:sqrt", 4))
