@@ -446,8 +446,8 @@ def test_replicas_that_meet_at_different_points_are_an_error_on_all(comm, count)
 
 
 def test_a_meeting_that_one_replica_does_not_come_to_does_not_wait_for_ever(comm):
-    options = strategies.CommunicationOptions(timeout=0.3)
-    strategy = strategies.MultiWorkerMirroredStrategy(comm, communication_options=options)
+    strategy = strategies.MultiWorkerMirroredStrategy(comm)
+    strategy.ranks.options = strategies.CommunicationOptions(timeout=0.3)
     meeting, is_late = comm.split(0), comm.rank == comm.size - 1
 
     def step():

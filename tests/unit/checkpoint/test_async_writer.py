@@ -152,7 +152,9 @@ def test_the_work_leaves_the_core_to_the_program_unless_it_is_awaited(awaited):
     rests, done = [], threading.Event()
 
     def work():
-        for _ in range(4):
+        give_up = time.perf_counter() + DEADLINE
+        # It is awaited at some time; then a pause is short, if this thread has a core.
+        while len(rests) < 4 or (awaited and rests[-1] > 0.02 and time.perf_counter() < give_up):
             began = time.perf_counter()
             while time.perf_counter() - began < 0.01:
                 pass
@@ -167,7 +169,7 @@ def test_the_work_leaves_the_core_to_the_program_unless_it_is_awaited(awaited):
         assert done.wait(DEADLINE)
     background.finish()
     if awaited:
-        assert min(rests[1:]) < 0.02
+        assert rests[-1] < 0.02
     else:
         assert min(rests) >= 0.03
 

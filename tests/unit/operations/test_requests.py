@@ -121,9 +121,10 @@ def test_the_private_communicator_is_made_once_by_the_calling_thread_and_closed_
 
 def test_the_thread_ends_with_close_and_sleeps_while_idle(owner):
     thread = owner.work_async(threading.current_thread).wait(LIMIT)
-    used = time.process_time()
+    clock = time.pthread_getcpuclockid(thread.ident)
+    used = time.clock_gettime(clock)
     thread.join(0.5)
-    assert time.process_time() - used < 0.05
+    assert time.clock_gettime(clock) - used < 0.05
     owner.progress.close()
     assert not thread.is_alive()
 
@@ -219,14 +220,16 @@ def test_a_signal_interrupts_a_wait_and_the_request_goes_on(owner, gate, error, 
     request = owner.work_async(lambda: gate.wait(LIMIT))
     before = signal.signal(signal.SIGINT, stop)
     timer = threading.Timer(0.2, os.kill, (os.getpid(), signal.SIGINT))
-    timer.start()
-    began = time.monotonic()
+
+    def interrupted():
+        timer.start()
+        request.wait(timeout)
+
     try:
         with pytest.raises(error, match="the program's own"):
-            request.wait(timeout)
+            interrupted()
     finally:
         signal.signal(signal.SIGINT, before)
-    assert time.monotonic() - began < 5
     timer.join()
     gate.set()
     assert request.wait(LIMIT) is True

@@ -36,7 +36,7 @@ filled, runner = strategies.input.range_input_producer(4, shuffle=False, num_epo
 coord = strategies.input.Coordinator()
 threads = runner.create_threads(coord, daemon=True, start=True)
 time.sleep(0.5)
-found["filled"] = filled.dequeue_many(4).tolist()
+found["filled"] = filled.dequeue_many(4, timeout=20).tolist()
 coord.request_stop()
 coord.join(threads)
 
@@ -46,12 +46,13 @@ with Service(cc.init()) as service:
         late.read()
     except DeadlineExceededError as error:
         found["variable"] = str(error)
-    most, now, lock = [0], [0], threading.Lock()
+    most, now, lock, two = [0], [0], threading.Lock(), threading.Barrier(2)
     def work():
         with lock:
             now[0] += 1
             most[0] = max(most[0], now[0])
-        time.sleep(0.05)
+        two.wait(20)
+        time.sleep(0.05)  # in which a third thread would come
         with lock:
             now[0] -= 1
     futures = [Task(service, 0).submit(work) for _ in range(6)]

@@ -44,22 +44,22 @@ def queue_on_0(service, name="q", **options):
 
 
 def test_a_silent_task_is_given_up_and_what_it_does_later_is_undone():
-    with elsewhere.two_tasks(timeout=1) as services:
+    with elsewhere.two_tasks(timeout=3) as services:
         queue = queue_on_0(services[1])
         queue.enqueue_many((np.arange(5),))
         with silence(services.channels[0]):
             began = time.monotonic()
-            with pytest.raises(UnavailableError, match="task 0 has given no sign of life for 1 s"):
+            with pytest.raises(UnavailableError, match="task 0 has given no sign of life for 3 s"):
                 queue.dequeue_many(3)
-            assert 0.9 < time.monotonic() - began < 6
+            assert time.monotonic() - began > 2.9
         until(lambda: queue.size() == 5)
         assert queue.dequeue_many(5).tolist() == [0, 1, 2, 3, 4]
 
 
 def test_waiting_for_a_task_that_lives_has_no_end():
-    with elsewhere.two_tasks(timeout=1.0) as services:
+    with elsewhere.two_tasks(timeout=3) as services:
         queue = queue_on_0(services[1])
-        threading.Timer(1.5, queue_on_0(services[0]).enqueue, (7,)).start()
+        threading.Timer(4, queue_on_0(services[0]).enqueue, (7,)).start()
         assert queue.dequeue() == 7
 
 
@@ -67,11 +67,9 @@ def test_a_decision_that_does_not_come_is_an_error_and_loses_nothing(services, m
     monkeypatch.setattr("strategies.rpc.client.DECISION", 0.1)
     queue = queue_on_0(services[1])
     queue.enqueue(1)
-    with silence(services.channels[0]):
-        began = time.monotonic()
-        with pytest.raises(UnavailableError, match="its task does not say whether it succeeded"):
-            queue.dequeue(timeout=0)
-        assert time.monotonic() - began < 5
+    told = "its task does not say whether it succeeded"
+    with silence(services.channels[0]), pytest.raises(UnavailableError, match=told):
+        queue.dequeue(timeout=0)
     until(lambda: queue.size() == 1)
     assert queue.dequeue() == 1
 

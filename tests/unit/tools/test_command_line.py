@@ -160,13 +160,13 @@ KEEPS_THE_LOCK = """
 import ctypes
 from collectives.tools import check
 check._STUCK_SECONDS = 0.2
-check.world.init = lambda: ctypes.PyDLL(None).sleep(30)  # lets no other thread run
+check.world.init = lambda: ctypes.PyDLL(None).sleep(60)  # lets no other thread run
 check.run(whole=0.2)
 """
 
 
 def test_check_ends_past_its_limit_where_no_thread_can_run():
-    result = run([sys.executable, "-c", KEEPS_THE_LOCK], timeout=25)
+    result = run([sys.executable, "-c", KEEPS_THE_LOCK], timeout=50)
     assert result.status == 1, result
     assert "Timeout (0:00:00.4" in result.stderr
 

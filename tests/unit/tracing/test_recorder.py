@@ -78,14 +78,18 @@ def test_the_last_256_operations_are_kept():
 
 def test_recording_costs_little():
     mine = Recorder("world", 0, 1)
-    seconds = []
-    for _ in range(200):
+
+    def recorded(number):
+        mine.begin(number, "barrier").end()
+
+    seconds = {recorded: [], int: []}
+    for call in 200 * [*seconds]:
         began = time.perf_counter()
         for number in range(100):
-            mine.begin(number, "barrier").end()
-        seconds.append((time.perf_counter() - began) / 100)
-    # 0.9 us where it was measured; the limit leaves room for slower machines.
-    assert min(seconds) < 5e-6
+            call(number)
+        seconds[call].append(time.perf_counter() - began)
+    # 0.9 us where it was measured, 10 times as much as a call that does nothing.
+    assert min(seconds[recorded]) < 50 * min(seconds[int])
 
 
 def test_nothing_is_written_before_install(monkeypatch, tmp_path):

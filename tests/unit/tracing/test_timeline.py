@@ -7,6 +7,7 @@ import logging
 import os
 import threading
 import time
+from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
@@ -142,14 +143,14 @@ def test_a_forked_child_writes_nothing(tmp_path):
 
 def test_a_slice_costs_little(tmp_path, caplog):
     timeline.start(tmp_path / "rank-0.json", 0)
-    seconds = []
-    for _ in range(20):
+    seconds = {timeline_span: [], nullcontext: []}
+    for span in 20 * [*seconds]:
         began = time.perf_counter()
         for _ in range(200):
-            with timeline_span("step"):
+            with span("step"):
                 pass
-        seconds.append((time.perf_counter() - began) / 200)
+        seconds[span].append(time.perf_counter() - began)
     timeline.stop()
-    # 4 us where it was measured; the limit leaves room for slower machines.
-    assert min(seconds) < 20e-6
+    # 4 us where it was measured, 10 times as much as a block that does nothing.
+    assert min(seconds[timeline_span]) < 50 * min(seconds[nullcontext])
     assert not [record for record in caplog.records if record.levelno >= logging.WARNING]
