@@ -309,9 +309,9 @@ def test_too_little_shared_memory_is_noticed_before_it_is_used(caplog, monkeypat
 def test_a_rank_that_never_comes_to_a_plan_is_named(comm, count):
     pair = comm.split(0 if comm.rank < 2 else None)
     if comm.size > 1 and comm.rank < 2:
-        plan = pair.plan_allreduce(np.ones(count), timeout=1)  # in which both make it
+        plan = pair.plan_allreduce(np.ones(count), timeout=2)  # in which both make it
         if comm.rank == 0:
-            words = r"within 1 s, still waiting for rank 1"
+            words = r"within 2 s, still waiting for rank 1"
             with pytest.raises(cc.CollectiveTimeout, match=words):
                 plan()
             with pytest.raises(cc.CollectiveError, match="CollectiveTimeout"):
