@@ -7,8 +7,10 @@ with the first and hangs with the second.
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
+import traceback
 from collections import defaultdict, deque
 from types import SimpleNamespace
 
@@ -249,6 +251,18 @@ class ThreadMailbox(Mailbox):
         pass
 
 
+def _waiting(threads, errors):
+    """Describe ranks that are still waiting after their deadline, and errors of the others."""
+    frames = sys._current_frames()
+    lines = ["a rank is still waiting after its deadline"]
+    for rank, (thread, error) in enumerate(zip(threads, errors, strict=True)):
+        if error is not None:
+            lines += [f"rank {rank}:", *traceback.format_exception(error)]
+        elif thread.ident in frames:
+            lines += [f"rank {rank} waits:", *traceback.format_stack(frames[thread.ident])]
+    return "\n".join(lines)
+
+
 def run_ranks(size, function, mode="eager", *, timeout=20.0, leaders=None, settings=None):
     """Call `function(comm)` on `size` threads and return the results in rank order.
 
@@ -275,7 +289,7 @@ def run_ranks(size, function, mode="eager", *, timeout=20.0, leaders=None, setti
     for thread in threads:
         while thread.is_alive() and (left := limit.left()):
             thread.join(left)
-        assert not thread.is_alive(), "a rank is still waiting after its deadline"
+        assert not thread.is_alive(), _waiting(threads, errors)
     for error in errors:
         if error is not None:
             raise error
