@@ -24,6 +24,7 @@ from collectives.core.background_threads import BackgroundThread
 from collectives.core.errors import LaunchError, in_turn
 from collectives.core.process_hooks import in_child
 from collectives.core.references import is_referenced_elsewhere
+from collectives.core.visible_gpus import visible_gpus
 from collectives.launch import processes
 from collectives.launch.launcher import launcher_world_size
 from collectives.tracing.call_sites import (
@@ -55,6 +56,7 @@ __all__ = [
     "open_channel",
     "supports_threads",
     "uses_messages",
+    "visible_gpus",
 ]
 
 E = TypeVar("E", bound=BaseException)

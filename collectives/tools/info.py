@@ -17,12 +17,14 @@ from collectives.communicator import Communicator, group_of
 from collectives.core import links, other_projects
 from collectives.core.settings import Settings
 from collectives.core.version import __version__
+from collectives.core.visible_gpus import visible_gpus
 from collectives.kernels import machine_code, prebuilt
 from collectives.launch import open_mpi, processes
 from collectives.transport.backoff import describe_ranks
 
 __all__ = [
-    "gather_facts", "library_name", "machine", "stores", "table", "thread_level", "versions",
+    "gather_facts", "gpus", "library_name", "machine", "stores", "table", "thread_level",
+    "versions",
 ]  # fmt: skip
 
 # Import name of a package -> names of distributions that may contain it.
@@ -69,6 +71,7 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
         "thread_level": thread_level(),
         "cuda_aware": shared_settings.library_takes_device_memory(),
         "device_arrays": _route(comm.settings),
+        "gpus": gpus(comm.allgather_object(visible_gpus())),
         "fault_tolerance": open_mpi.is_fault_tolerant(),
         "mpi_settings": mpi_set,
         "links": links.facts(comm.settings.links),
@@ -98,6 +101,23 @@ def _threads(chosen: Settings) -> dict[str, Any]:
         "updates": chosen.update_threads,
         "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
     }
+
+
+def gpus(seen: Sequence[Sequence[str]]) -> str | None:
+    """Describe the visible GPUs of the ranks; None without any.
+
+    Args:
+        seen: names of the visible GPUs, by rank.
+
+    Example:
+        >>> gpus([["0", "1"], ["0", "1"], []])
+        '0,1 on ranks 0 1; none on rank 2'
+    """
+    if not any(seen):
+        return None
+    lists = [",".join(own) or "none" for own in seen]
+    ranks = {names: [r for r, own in enumerate(lists) if own == names] for names in lists}
+    return "; ".join(f"{names} on {describe_ranks(ranks[names])}" for names in ranks)
 
 
 def stores(told: Sequence[tuple[str, int] | None]) -> str | None:

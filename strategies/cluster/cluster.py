@@ -15,7 +15,7 @@ from typing import Any, NamedTuple
 
 import collectives as cc
 from collectives import extend
-from strategies.cluster import gpus, resolvers
+from strategies.cluster import resolvers
 from strategies.cluster.device_spec import DeviceSpec
 from strategies.cluster.placement import Placer, devices_of
 from strategies.cluster.resolvers import ClusterResolver, TPUClusterResolver
@@ -226,7 +226,7 @@ def _own_task(
             f"job {job!r} and index {index!r}"
         )
     # Counted without starting CUDA, which a task that only serves never needs.
-    count = len(gpus.visible()) if gpu_count is None else gpu_count
+    count = len(extend.visible_gpus()) if gpu_count is None else gpu_count
     integer("Cluster", "cpus", cpus)
     integer("Cluster", "gpus", count, least=0)
     if others is None:

@@ -8,39 +8,17 @@ from __future__ import annotations
 
 import logging
 import os
-from collections.abc import Mapping
-from pathlib import Path
 from typing import Any
 
 import collectives as cc
+from collectives import extend
 from strategies.core.process_group import ProcessGroup
 from strategies.core.validation import number
 from strategies.errors import ResourceExhaustedError
 
-__all__ = ["limit_gpu_memory", "share_of", "use_gpus", "visible"]
+__all__ = ["limit_gpu_memory", "share_of", "use_gpus"]
 
 _log = logging.getLogger(__name__)
-_DEVICES = Path("/dev")
-
-
-def visible(environ: Mapping[str, str] | None = None) -> list[str]:
-    """Return the visible GPUs of this process, as CUDA_VISIBLE_DEVICES names them.
-
-    Does not start CUDA. Without the variable the GPUs are those of /dev/nvidia0, 1, ...
-
-    Args:
-        environ: the environment; None for `os.environ`.
-    """
-    listed = (os.environ if environ is None else environ).get("CUDA_VISIBLE_DEVICES")
-    if listed is None:
-        # The device files of the driver, so that CUDA need not be started to count them.
-        return [str(i) for i in range(len(list(_DEVICES.glob("nvidia[0-9]*"))))]
-    found: list[str] = []
-    for name in map(str.strip, listed.split(",")):
-        if name in ("", "-1") or name in found:
-            break  # as CUDA, which stops at the first invalid one
-        found.append(name)
-    return found
 
 
 def share_of(devices: list[str], local_rank: int, local_size: int) -> list[str]:
@@ -83,7 +61,7 @@ def use_gpus(comm: cc.Communicator) -> list[str]:
 
 
 def _use(local_rank: int, local_size: int) -> list[str]:
-    seen = visible()
+    seen = extend.visible_gpus()
     if not seen:
         return []
     mine = share_of(seen, local_rank, local_size)

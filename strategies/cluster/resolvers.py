@@ -20,7 +20,7 @@ from collections.abc import Mapping
 from typing import Any
 
 import collectives as cc
-from strategies.cluster import gpus
+from collectives import extend
 from strategies.cluster.spec import ClusterSpec
 
 __all__ = [
@@ -61,7 +61,7 @@ class ClusterResolver(ABC):
 
     def num_accelerators(self) -> dict[str, int]:
         """Return the number of visible devices of each type except CPUs."""
-        return {"GPU": len(gpus.visible())}
+        return {"GPU": len(extend.visible_gpus())}
 
 
 class SimpleClusterResolver(ClusterResolver):

@@ -13,7 +13,7 @@ from collections.abc import Mapping, MutableMapping, Sequence
 from typing import NamedTuple
 
 import collectives as cc
-from strategies.cluster import gpus
+from collectives import extend
 from strategies.cluster.resolvers import ClusterResolver, with_scheme
 from strategies.cluster.spec import ClusterSpec
 from strategies.core.process_group import ProcessGroup
@@ -244,7 +244,7 @@ def _is_bound(env: Mapping[str, str], per_node: int | None) -> bool:
         return False
     # Slurm counts the GPUs of the step on this node, including those of other tasks.
     on_node = _number(env, "GPUS_ON_NODE") if "SLURM_GPUS_ON_NODE" in env else per_node or 0
-    return 0 < len(gpus.visible(env)) < on_node
+    return 0 < len(extend.visible_gpus(env)) < on_node
 
 
 def _share(
@@ -256,7 +256,7 @@ def _share(
     bound: bool,
 ) -> list[str]:
     """Return this rank's own GPUs."""
-    seen = gpus.visible(env)
+    seen = extend.visible_gpus(env)
     available = len(seen) if per_node is None else per_node
     local = layout.places[layout.rank][1]
     # Tasks of the fullest node, so that every task gets the same number of GPUs.

@@ -156,13 +156,14 @@ def test_a_signal_of_the_batch_system_leaves_a_checkpoint_to_go_on_from(tmp_path
 
 @pytest.mark.packages
 def test_info_describes_the_world():
-    result = mpirun(3, "-m", "collectives", "info", "--json")
+    result = mpirun(3, "-m", "collectives", "info", "--json", CUDA_VISIBLE_DEVICES="0,2")
     facts = json.loads(result.stdout)
     assert facts["ranks"] == 3
     assert list(facts["nodes"].values()) == [3]
     assert facts["thread_level"] == "multiple"
     assert facts["cuda_aware"] in (True, False)
     assert facts["fault_tolerance"] is False
+    assert facts["gpus"] == "0,2 on ranks 0 1 2"
     assert set(facts["packages"]) == {"numpy", "mpi4py", "numba", "cupy", "torch", "jax"}
     assert facts["packages"]["numpy"]
     table = run([sys.executable, "-m", "collectives", "info"], timeout=60).stdout

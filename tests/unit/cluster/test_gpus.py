@@ -8,6 +8,7 @@ from types import SimpleNamespace
 
 import pytest
 
+from collectives import extend
 from fakecupy import FakeCupy, Gpu
 from strategies.cluster import gpus
 from strategies.errors import ResourceExhaustedError
@@ -18,7 +19,7 @@ MIB = 1 << 20
 @pytest.fixture
 def node(monkeypatch, tmp_path):
     """A node whose device files are in a folder; returns what makes so many GPUs there."""
-    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
+    monkeypatch.setattr("collectives.core.visible_gpus._DEVICES", tmp_path)
     monkeypatch.delenv("CUDA_VISIBLE_DEVICES", raising=False)
     monkeypatch.setitem(sys.modules, "cupy", None)
 
@@ -41,12 +42,12 @@ def process(monkeypatch, *devices):
 
 
 def test_what_is_visible_is_known_without_cuda(node):
-    assert gpus.visible({}) == []
+    assert extend.visible_gpus({}) == []
     node(3)
-    assert gpus.visible({}) == ["0", "1", "2"]
+    assert extend.visible_gpus({}) == ["0", "1", "2"]
     for listed, seen in (("2,0", ["2", "0"]), ("", []), ("-1", []), ("1,-1,0", ["1"]),
                          ("GPU-1f, GPU-2e", ["GPU-1f", "GPU-2e"]), ("1,1", ["1"])):  # fmt: skip
-        assert gpus.visible({"CUDA_VISIBLE_DEVICES": listed}) == seen
+        assert extend.visible_gpus({"CUDA_VISIBLE_DEVICES": listed}) == seen
 
 
 @pytest.mark.parametrize("count", range(6))

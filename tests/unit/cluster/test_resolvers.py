@@ -7,7 +7,6 @@ import json
 import pytest
 
 import inprocess
-from strategies.cluster import gpus
 from strategies.cluster.cluster import Cluster
 from strategies.cluster.resolvers import (
     RanksClusterResolver,
@@ -125,7 +124,7 @@ def step(rank, size, nodes, tasks, **more):
 
 @pytest.fixture(autouse=True)
 def no_devices(monkeypatch, tmp_path):
-    monkeypatch.setattr(gpus, "_DEVICES", tmp_path)
+    monkeypatch.setattr("collectives.core.visible_gpus._DEVICES", tmp_path)
 
 
 def test_lists_of_nodes():
