@@ -100,8 +100,8 @@ def _add(commands: Any, name: str, help: str, description: str) -> argparse.Argu
 def _add_submit(rooms: Any) -> None:
     made = _add(
         rooms, "submit", "write a batch script for Slurm, and submit it",
-        "Writes a batch script for Slurm that starts the program by mpirun, forwards signals, and "
-        "requeues the job if the program stops on request. Submits it by sbatch.",
+        "Writes a batch script for Slurm that starts the program by mpirun or srun, forwards "
+        "signals, and requeues the job if the program stops on request. Submits it by sbatch.",
     )  # fmt: skip
     made.epilog = "Arguments after -- are passed to the program."
     made.add_argument("program", type=Path, help="a Python file that accepts --resume")
@@ -126,6 +126,12 @@ def _add_submit(rooms: Any) -> None:
         action="store_true",
         help="let the surviving ranks continue when ranks die (Open MPI >= 5)",
     )
+    made.add_argument(
+        "--launcher",
+        default="mpirun",
+        metavar="COMMAND",
+        help='mpirun, or "srun --mpi=pmix" and further options of srun (default: %(default)s)',
+    )
     made.add_argument("--dry-run", action="store_true", help="print the script, submit nothing")
     made.set_defaults(run=_submit)
 
@@ -142,6 +148,7 @@ def _submit(options: argparse.Namespace) -> int:
         warning=options.warning,
         options=options.sbatch,
         elastic=options.elastic,
+        launcher=options.launcher,
     )
     print(
         slurm_submission.script_of(job) if options.dry_run else slurm_submission.submit(job), end=""

@@ -38,8 +38,8 @@ Traceback = Literal["short", "full"]
 # Variables of slurm/train.sbatch, which its processes inherit; of `init`, for children of a rank
 # (`collectives.launch.launcher`); of `setup.py`; and of the tests.
 _OTHERS = (
-    "UNISONO_CHECKOUT", "UNISONO_CHILD_OF", "UNISONO_MPIRUN_OPTIONS", "UNISONO_PROGRAM",
-    "UNISONO_REQUIRE", "UNISONO_TEST_WORLD", "UNISONO_VENV", "UNISONO_WHEEL",
+    "UNISONO_CHECKOUT", "UNISONO_CHILD_OF", "UNISONO_LAUNCHER", "UNISONO_MPIRUN_OPTIONS",
+    "UNISONO_PROGRAM", "UNISONO_REQUIRE", "UNISONO_TEST_WORLD", "UNISONO_VENV", "UNISONO_WHEEL",
 )  # fmt: skip
 
 

@@ -1,7 +1,7 @@
 """`python -m strategies submit`: writes and submits a batch script for Slurm.
 
 The script does the same as `slurm/train.sbatch`, without a checkout: it starts the ranks by
-`mpirun`, forwards signals to them, and requeues the job if they exit with status 85.
+`mpirun` or `srun`, forwards signals to them, and requeues the job if they exit with status 85.
 """
 
 from __future__ import annotations
@@ -42,7 +42,10 @@ python={python}
 program={program}
 [[ -x $python ]] || fail "no Python at '$python' on this node"
 [[ -f $program ]] || fail "no program at '$program' on this node"
-mpirun={mpirun} || fail "no mpirun on PATH. Load the MPI module before sbatch, or above"
+launcher={launcher}
+read -ra launcher <<<"${{UNISONO_LAUNCHER:-$launcher}}"
+[[ ${{launcher[0]}} != mpirun ]] || launcher[0]={mpirun} ||
+    fail "no mpirun on PATH. Load the MPI module before sbatch, or above"
 read -ra options <<<"${{UNISONO_MPIRUN_OPTIONS:-{mpirun_options}}}"
 export OMP_NUM_THREADS="${{SLURM_CPUS_PER_TASK:-1}}"
 
@@ -56,6 +59,10 @@ fi
 
 # The end of slurm/train.sbatch, verbatim (tests/unit/cluster/test_slurm_submission.py).
 _BODY = """\
+[[ -z ${SLURM_HET_SIZE:-} || ${launcher[*]} == *" --het-group="* ]] ||
+    fail "ranks would start in the first of $SLURM_HET_SIZE parts of this job, expected" \\
+        "UNISONO_LAUNCHER='srun --mpi=pmix --het-group=0,1', got '${launcher[*]}'"
+
 # Slurm sends SIGTERM to a preempted job, on all nodes but this one. The ranks there receive it as
 # well, but a daemon of Open MPI that receives it would end the job, with status 0. mpirun starts
 # ranks with no signal blocked.
@@ -64,12 +71,31 @@ if env --block-signal=TERM true 2>/dev/null; then
 fi
 preempted() { [[ $(scontrol --oneliner show job "$SLURM_JOB_ID") == *" PreemptTime="[0-9]* ]]; }
 
-printf '%s: job %s, nodes %s (%s), ranks %s, mpirun %s, program %s%s\\n' "$name" "$SLURM_JOB_ID" \\
-    "$SLURM_JOB_NUM_NODES" "$SLURM_JOB_NODELIST" "$SLURM_NTASKS" "$mpirun" "$program" \\
-    "${SLURM_RESTART_COUNT:+, restart $SLURM_RESTART_COUNT}"
+printf '%s: job %s, nodes %s (%s), ranks %s, launcher %s, program %s%s\\n' "$name" \\
+    "$SLURM_JOB_ID" "$SLURM_JOB_NUM_NODES" "$SLURM_JOB_NODELIST" "$SLURM_NTASKS" \\
+    "${launcher[*]}" "$program" "${SLURM_RESTART_COUNT:+, restart $SLURM_RESTART_COUNT}"
 
-# Slurm sends its other signals to this shell alone. mpirun hands on to every rank what it gets:
-# USR1 asks them to stop, USR2 for flight records. A trap ends the `wait` that it interrupts, hence
+# --gpus and --gpus-per-task count the GPUs of the job or of a rank. The daemon of mpirun on another
+# node is a step of one task, which would inherit these counts; a rank of srun would see its own GPU
+# only. With --export=NONE neither would inherit this environment.
+unset SLURM_GPUS SLURM_GPUS_PER_TASK SLURM_NTASKS_PER_GPU
+export SLURM_EXPORT_ENV=ALL
+if [[ ${launcher[0]##*/} == srun ]]; then
+    # A rank that fails ends the others, as with mpirun. srun since 22.05 reads SRUN_CPUS_PER_TASK,
+    # and no longer SLURM_CPUS_PER_TASK.
+    export SLURM_KILL_BAD_EXIT="${SLURM_KILL_BAD_EXIT:-1}" SRUN_CPUS_PER_TASK="$OMP_NUM_THREADS"
+    ((${#options[@]} == 0)) ||
+        fail "UNISONO_MPIRUN_OPTIONS is for mpirun, expected options of srun in UNISONO_LAUNCHER"
+else
+    [[ -z ${SLURM_GPUS_ON_NODE:-} ]] || export SLURM_GPUS_PER_NODE="$SLURM_GPUS_ON_NODE"
+    # The ranks are bound to no core: Slurm confines the job, and mpirun would count cores of the
+    # machine that are not the job's.
+    [[ "${launcher[*]} ${options[*]-}" =~ -bind-to|[Pp][Ee]= ]] || launcher+=(--bind-to none)
+    options+=(-n "$SLURM_NTASKS")
+fi
+
+# Slurm sends its other signals to this shell alone. The launcher hands them on to every rank: USR1
+# asks the ranks to stop, USR2 for flight records. A trap ends the `wait` that it interrupts, hence
 # the loop below.
 step=
 signalled=0
@@ -81,9 +107,8 @@ hand_on() {
 trap 'asked=1; hand_on USR1' USR1
 trap 'hand_on USR2' USR2
 
-# The ranks are bound to no core: Slurm confines the job, and mpirun would count cores of the
-# machine that are not the job's. "+": for bash before 4.4 an empty array is an unset one.
-"$mpirun" --bind-to none ${options[@]+"${options[@]}"} -n "$SLURM_NTASKS" "$python" "$program" \\
+# "+": for bash before 4.4 an empty array is an unset one.
+"${launcher[@]}" ${options[@]+"${options[@]}"} "$python" "$program" \\
     ${arguments[@]+"${arguments[@]}"} &
 step=$!
 
@@ -118,6 +143,7 @@ class Job:
         warning: seconds before the limit at which the ranks are asked to stop.
         again: further arguments of a requeued job, unless it has the first of them already.
         elastic: whether the surviving ranks resume when ranks die: `mpirun --with-ft ulfm`.
+        launcher: command that starts the ranks: "mpirun", or "srun --mpi=pmix" with its options.
         options: further options of sbatch, such as "--partition=long".
     """
 
@@ -132,13 +158,15 @@ class Job:
     again: Sequence[str] = ("--resume",)
     options: Sequence[str] = ()
     elastic: bool = False
+    launcher: str = "mpirun"
 
 
 def script_of(job: Job) -> str:
     """Return the batch script of a job.
 
     Raises:
-        InvalidArgumentError: the program is not a file, or GPUs and ranks differ in number.
+        InvalidArgumentError: the program is not a file, GPUs and ranks differ in number, or the
+            launcher is invalid or cannot start an elastic job.
         ValueError: a number is not positive, or an option is invalid.
     """
     for name in ("nodes", "ranks_per_node", "cpus_per_rank", "warning"):
@@ -150,6 +178,15 @@ def script_of(job: Job) -> str:
         raise errors.InvalidArgumentError(
             "submit: expected --gpus-per-node 0 or equal to --ranks-per-node, got "
             f"{job.gpus_per_node} and {job.ranks_per_node}"
+        )
+    starter = Path((job.launcher.split() or [""])[0]).name
+    if starter not in ("mpirun", "mpiexec", "srun") or "\n" in job.launcher:
+        raise errors.InvalidArgumentError(
+            f"submit: expected --launcher mpirun or srun, and its options, got {job.launcher!r}"
+        )
+    if job.elastic and starter == "srun":
+        raise errors.InvalidArgumentError(
+            "submit: expected --launcher mpirun with --elastic, got srun"
         )
     options = {
         "job-name": re.sub(r"[^\w.-]", "-", job.program.stem),
@@ -187,6 +224,7 @@ def script_of(job: Job) -> str:
         ranks=job.ranks_per_node,
         gpus=job.gpus_per_node,
         options="\n".join(f"#SBATCH {line}" for line in [*lines, *job.options]),
+        launcher=shlex.quote(job.launcher),
         mpirun=shlex.quote(str(beside)) if beside.exists() else "$(type -P mpirun)",
         arguments=quoted,
         again=" ".join(map(shlex.quote, job.again)),

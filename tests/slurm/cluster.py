@@ -61,6 +61,9 @@ class Ending(NamedTuple):
 def why_not() -> str | None:
     """Say what is missing here for a Slurm of our own, or None."""
     absent = [name for name in PROGRAMS if shutil.which(name, path=_search_path()) is None]
+    # By this name Slurm opens it for `srun --mpi=pmix`; the library's own package lacks it.
+    if not any(any(Path("/usr").glob(f"{place}/libpmix.so")) for place in ("lib*", "lib/*")):
+        absent.append("libpmix.so")
     if absent:
         return f"there is no {', '.join(absent)} (on Debian, .ci/packages installs Slurm)"
     if os.geteuid() != 0:

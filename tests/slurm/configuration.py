@@ -3,13 +3,16 @@
 from __future__ import annotations
 
 import contextlib
+import os
 import socket
+import stat
 from pathlib import Path
 
 NODES = ("n1", "n2")
 CPUS = 4  # per node, pretended (config_overrides): a job gets no more ranks than these
 GRACE_SECONDS = 60  # what a job has until one of the partition `urgent` takes its place
 GPUS = 2  # per node, claimed: Slurm counts them, and nobody computes on them
+NULL = os.makedev(1, 3)  # the device numbers of /dev/null
 
 TEMPLATE = """\
 ClusterName=unisono
@@ -37,6 +40,7 @@ SlurmctldPidFile={directory}/slurmctld.pid
 StateSaveLocation={directory}/state
 SlurmdPidFile={directory}/slurmd.%n.pid
 SlurmdSpoolDir={directory}/spool.%n
+TmpFS={directory}/spool.%n
 NodeName=n1 NodeHostname={hosts[0]} NodeAddr=127.0.0.1 Port={ports[1]} {what}
 NodeName=n2 NodeHostname={hosts[1]} NodeAddr=127.0.0.1 Port={ports[2]} {what}
 PreemptType=preempt/partition_prio
@@ -64,7 +68,8 @@ def write(directory: Path, namespaces: bool) -> None:
     )
     (directory / "slurm.conf").write_text(text)
     for number in range(GPUS):
-        (directory / f"gpu{number}").touch()
+        # A device, else Slurm counts it but leaves it out of CUDA_VISIBLE_DEVICES.
+        os.mknod(directory / f"gpu{number}", stat.S_IFCHR | 0o600, NULL)
     (directory / "gres.conf").write_text(f"Name=gpu File={directory}/gpu[0-{GPUS - 1}]\n")
 
 

@@ -31,15 +31,18 @@ def accuracies(output: str) -> list[float]:
 
 
 @pytest.mark.parametrize(
-    ("script", "ranks", "arguments"),
-    [("parameter_server", 2, ["--scale", "--epochs", "15"]), ("spare_replicas", 2, [])],
+    ("script", "launcher", "arguments"),
+    [
+        ("parameter_server", "mpirun", ["--scale", "--epochs", "15"]),
+        ("spare_replicas", "srun --mpi=pmix", []),
+    ],
 )
 def test_it_trains_the_digits_on_two_nodes(
-    slurm_cluster: SlurmCluster, tmp_path: Path, script: str, ranks: int, arguments: list[str]
+    slurm_cluster: SlurmCluster, tmp_path: Path, script: str, launcher: str, arguments: list[str]
 ) -> None:
     job = slurm_cluster.submit(
         CHECKOUT / "slurm" / f"{script}.sbatch", *arguments,
-        nodes=2, ntasks_per_node=ranks, cwd=tmp_path, env=HERE,
+        nodes=2, ntasks_per_node=2, cwd=tmp_path, env=HERE | {"UNISONO_LAUNCHER": launcher},
     )  # fmt: skip
     ending = slurm_cluster.wait(job, JOB_SECONDS)
     output = slurm_cluster.output(job)
@@ -94,12 +97,38 @@ def test_a_rank_for_each_gpu(slurm_cluster: SlurmCluster, tmp_path: Path) -> Non
     needs("torch")
     script = CHECKOUT / "slurm" / "gpu.sbatch"
     job = slurm_cluster.submit(script, cwd=tmp_path, env=HERE)
-    wrong = slurm_cluster.submit(script, cwd=tmp_path, env=HERE, ntasks_per_node=GPUS + 1)
+    wrong = slurm_cluster.submit(script, cwd=tmp_path, env=HERE, nodes=2, ntasks=GPUS + 1)
     ending = slurm_cluster.wait(job, JOB_SECONDS)
     assert ending == Ending("COMPLETED", 0), slurm_cluster.output(job)
     assert accuracies(slurm_cluster.output(job))[0] >= 0.96
     assert slurm_cluster.wait(wrong, JOB_SECONDS) == Ending("FAILED", 2)
-    assert f"got {GPUS} GPUs and {GPUS + 1} ranks on 1 nodes" in slurm_cluster.output(wrong)
+    assert f"got 1 ranks and {GPUS} GPUs on n2" in slurm_cluster.output(wrong)
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options"),
+    [
+        ("mpirun", {"gpus": 2 * GPUS}),
+        ("mpirun", {"gpus_per_task": 1}),
+        ("srun --mpi=pmix", {"gpus_per_task": 1}),
+    ],
+)
+def test_every_rank_sees_the_gpus_of_its_node(
+    slurm_cluster: SlurmCluster, tmp_path: Path, launcher: str, options: dict[str, int]
+) -> None:
+    program = tmp_path / "program.py"
+    program.write_text(
+        "import os\nfrom mpi4py import MPI\n"
+        "print(MPI.COMM_WORLD.gather(os.environ['CUDA_VISIBLE_DEVICES']))\n"
+    )
+    job = slurm_cluster.submit(
+        CHECKOUT / "slurm" / "train.sbatch", nodes=2, ntasks_per_node=GPUS, cwd=tmp_path,
+        env=HERE | {"UNISONO_PROGRAM": str(program), "UNISONO_LAUNCHER": launcher}, **options,
+    )  # fmt: skip
+    ending = slurm_cluster.wait(job, JOB_SECONDS)
+    output = slurm_cluster.output(job)
+    assert ending == Ending("COMPLETED", 0), output
+    assert f"\n{2 * GPUS * [','.join(map(str, range(GPUS)))]}\n" in output
 
 
 def test_a_job_that_was_preempted_and_requeued_ends_with_the_bits_of_one_that_was_not(

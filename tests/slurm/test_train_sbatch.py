@@ -15,7 +15,7 @@ from pathlib import Path
 import pytest
 
 from cluster import POLL_SECONDS, Ending, SlurmCluster, namespaces_allowed
-from launcher import ROOT
+from launcher import ROOT, library_beside
 from requirements import require
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("machines")]
@@ -24,6 +24,11 @@ CHECKOUT = Path(__file__).resolve().parents[2]
 SCRIPT = CHECKOUT / "slurm" / "train.sbatch"
 VENV = Path(sys.prefix)
 JOB_SECONDS = 60.0  # one takes 2 to 4 s; the machine may be busy
+
+# Library that Python loads, beside the first one -> launchers of its ranks.
+LAUNCHERS = [(None, "mpirun"), (None, "srun --mpi=pmix"), ("impi", "srun --mpi=pmi2")]
+# For what Slurm does and the library does not see.
+BOTH = pytest.mark.parametrize("launcher", ["mpirun", "srun --mpi=pmix"])
 
 # Every program writes a rank's line in one call, so that lines of several ranks do not mix.
 REPORT = """
@@ -51,6 +56,15 @@ FAIL_ON_LAST_RANK = """
 from mpi4py import MPI
 
 raise SystemExit(7 if MPI.COMM_WORLD.rank == MPI.COMM_WORLD.size - 1 else 0)
+"""
+
+FAIL_BEFORE_MPI = """
+import os
+
+if os.environ["SLURM_PROCID"] == "3":
+    raise ImportError("no such module")
+import collectives as cc
+cc.init()
 """
 
 WAIT_FOR_USR1 = """
@@ -87,6 +101,7 @@ import os, signal, sys
 signal.pthread_sigmask(signal.SIG_BLOCK, [signal.SIGUSR1])  # before MPI starts threads
 from mpi4py import MPI
 
+signal.signal(signal.SIGTERM, signal.SIG_IGN)  # the first rank that exits ends the others
 if "--resume" in sys.argv:
     os.write(1, b"resumed\\n")
     raise SystemExit(0)
@@ -152,11 +167,19 @@ def reports(output: str) -> list[dict[str, object]]:
     return sorted(lines, key=lambda line: line["rank"])
 
 
-def test_nodes_and_ranks_are_one_world(slurm_cluster: SlurmCluster, program: Path) -> None:
+@pytest.mark.parametrize(("library", "launcher"), LAUNCHERS)
+def test_nodes_and_ranks_are_one_world(
+    slurm_cluster: SlurmCluster, program: Path, library: str | None, launcher: str
+) -> None:
     program.write_text(REPORT)
+    given = environment(program) | {"UNISONO_LAUNCHER": launcher}
+    if library is not None:
+        found = library_beside(library)
+        if found is None:
+            require(library, f"no {library} is beside the first MPI library")
+        given |= found[1]
     job = slurm_cluster.submit(
-        SCRIPT, "--steps", "two words", "", nodes=2, ntasks_per_node=2, cpus_per_task=2,
-        env=environment(program),
+        SCRIPT, "--steps", "two words", "", nodes=2, ntasks_per_node=2, cpus_per_task=2, env=given,
     )  # fmt: skip
     ending = slurm_cluster.wait(job, JOB_SECONDS)
     output = slurm_cluster.output(job)
@@ -175,7 +198,9 @@ def test_nodes_and_ranks_are_one_world(slurm_cluster: SlurmCluster, program: Pat
     header = output.splitlines()[0]
     assert header.startswith(f"train.sbatch: job {job}, nodes 2 (n[1-2]), ranks 4, ")
     assert header.endswith(f"program {program}")
-    assert str(VENV / "bin" / "mpirun") in header or not (VENV / "bin" / "mpirun").exists()
+    if launcher == "mpirun" and (VENV / "bin" / "mpirun").exists():
+        launcher = str(VENV / "bin" / "mpirun")
+    assert f", launcher {launcher}" in header
 
 
 def test_defaults_of_the_script(slurm_cluster: SlurmCluster, program: Path) -> None:
@@ -194,6 +219,18 @@ def test_status_of_a_failing_rank_is_that_of_the_job(
     program.write_text(FAIL_ON_LAST_RANK)
     job = slurm_cluster.submit(SCRIPT, nodes=2, ntasks_per_node=2, env=environment(program))
     assert slurm_cluster.wait(job, JOB_SECONDS) == Ending("FAILED", 7), slurm_cluster.output(job)
+
+
+def test_a_rank_that_fails_before_mpi_starts_ends_a_step_of_srun(
+    slurm_cluster: SlurmCluster, program: Path
+) -> None:
+    """The others wait for it in MPI_Init; the status is the highest, which may be theirs."""
+    program.write_text(FAIL_BEFORE_MPI)
+    given = environment(program) | {"UNISONO_LAUNCHER": "srun --mpi=pmix"}
+    job = slurm_cluster.submit(SCRIPT, nodes=2, ntasks_per_node=2, env=given)
+    ending = slurm_cluster.wait(job, JOB_SECONDS)
+    assert ending.state == "FAILED", slurm_cluster.output(job)
+    assert "ImportError: no such module" in slurm_cluster.output(job)
 
 
 def test_usr1_reaches_every_rank_and_their_status_the_job(
@@ -242,11 +279,13 @@ def test_a_requeued_job_resumes(slurm_cluster: SlurmCluster, program: Path) -> N
     assert "arguments ['--steps', '9', '--resume']\n" in output
 
 
+@BOTH
 def test_a_job_that_is_asked_to_stop_goes_back_to_the_queue_and_resumes(
-    slurm_cluster: SlurmCluster, program: Path
+    slurm_cluster: SlurmCluster, program: Path, launcher: str
 ) -> None:
     program.write_text(STOP_ON_USR1)
-    job = slurm_cluster.submit(SCRIPT, nodes=2, ntasks_per_node=1, env=environment(program))
+    given = environment(program) | {"UNISONO_LAUNCHER": launcher}
+    job = slurm_cluster.submit(SCRIPT, nodes=2, ntasks_per_node=1, env=given)
     slurm_cluster.wait_output(job, "all wait", JOB_SECONDS)
     slurm_cluster.run("scancel", "--batch", "--signal=USR1", str(job))
     slurm_cluster.wait_field(job, "JobState", "PENDING", JOB_SECONDS)
@@ -257,13 +296,15 @@ def test_a_job_that_is_asked_to_stop_goes_back_to_the_queue_and_resumes(
     assert "resumed\n" in output
 
 
+@BOTH
 def test_a_job_that_makes_room_for_another_goes_back_to_the_queue_and_resumes(
-    slurm_cluster: SlurmCluster, program: Path, tmp_path: Path
+    slurm_cluster: SlurmCluster, program: Path, tmp_path: Path, launcher: str
 ) -> None:
     program.write_text(TRAIN_UNTIL_ASKED)
     urgent = tmp_path / "urgent.sh"
     urgent.write_text("#!/bin/sh\nexit 0\n")
-    job = slurm_cluster.submit(SCRIPT, nodes=2, ntasks_per_node=2, env=environment(program))
+    given = environment(program) | {"UNISONO_LAUNCHER": launcher}
+    job = slurm_cluster.submit(SCRIPT, nodes=2, ntasks_per_node=2, env=given)
     slurm_cluster.wait_output(job, "all train", JOB_SECONDS)
     other = slurm_cluster.submit(urgent, partition="urgent", nodes=2, exclusive=True)
     slurm_cluster.wait_field(job, "JobState", "PENDING", JOB_SECONDS)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import os
 import subprocess
+import sys
 
 import pytest
 
@@ -49,22 +50,23 @@ def test_the_script_runs_the_program_and_hands_on_its_arguments(program, tmp_pat
     assert main(["submit", str(program), "--dry-run", "--", "--name", "two words", "$HOME"]) == 0
     text = capsys.readouterr().out
     for restarts in ("0", "1"):
-        words = words_of_mpirun(text, tmp_path, SLURM_RESTART_COUNT=restarts)
+        words = words_of(text, tmp_path, SLURM_RESTART_COUNT=restarts)
         assert words[:4] == ["--bind-to", "none", "-n", "3"]
         assert words[5:] == [str(program), "--name", "two words", "$HOME"] + (
             ["--resume"] if restarts == "1" else []
         )
 
 
-def words_of_mpirun(text, tmp_path, **variables):
-    """Run a script with an mpirun that prints its arguments."""
-    fake = tmp_path / "mpirun"
+def words_of(text, tmp_path, launcher="mpirun", **variables):
+    """Run a script with a launcher that prints its arguments."""
+    name, *words = launcher.split()
+    fake = tmp_path / name
     fake.write_text('#!/bin/bash\nprintf "%s|" "$@"\n')
     fake.chmod(0o755)
-    lines = [f"mpirun={fake}" if t.startswith("mpirun=") else t for t in text.splitlines()]
+    own = {"SLURM_SUBMIT_DIR": str(tmp_path), "UNISONO_LAUNCHER": " ".join([str(fake), *words])}
     done = subprocess.run(
-        ["bash"], input="\n".join(lines), text=True, capture_output=True, timeout=30,
-        env=os.environ | JOB | {"SLURM_SUBMIT_DIR": str(tmp_path)} | variables, check=False,
+        ["bash"], input=text, text=True, capture_output=True, timeout=30,
+        env=os.environ | JOB | own | variables, check=False,
     )  # fmt: skip
     assert done.returncode == 0, done
     return done.stdout.split("\n")[1].split("|")[:-1]
@@ -73,37 +75,69 @@ def words_of_mpirun(text, tmp_path, **variables):
 def test_a_resumed_job_is_not_told_twice(program, tmp_path, capsys):
     assert main(["submit", str(program), "--dry-run", "--", "--resume"]) == 0
     text = capsys.readouterr().out
-    words = words_of_mpirun(text, tmp_path, SLURM_RESTART_COUNT="1")
+    words = words_of(text, tmp_path, SLURM_RESTART_COUNT="1")
     assert words[5:] == [str(program), "--resume"]
+
+
+@pytest.mark.parametrize(
+    ("launcher", "options", "expected"),
+    [
+        ("mpirun", "", ["--bind-to", "none", "-n", "3"]),
+        ("mpirun", "--display map", ["--bind-to", "none", "--display", "map", "-n", "3"]),
+        ("mpirun", "--bind-to core", ["--bind-to", "core", "-n", "3"]),
+        ("mpirun", "--map-by node:PE=2", ["--map-by", "node:PE=2", "-n", "3"]),
+        ("mpirun -bind-to core", "", ["-bind-to", "core", "-n", "3"]),
+        ("srun --mpi=pmix", "", ["--mpi=pmix"]),
+    ],
+)
+def test_options_of_the_launcher(program, tmp_path, capsys, launcher, options, expected):
+    text = script(capsys, program)
+    words = words_of(text, tmp_path, launcher, UNISONO_MPIRUN_OPTIONS=options)
+    assert words[: len(expected)] == expected
+    assert words[len(expected) + 1 :] == [str(program)]
 
 
 def test_an_elastic_job_outlives_its_ranks(program, tmp_path, capsys):
     plain, elastic = script(capsys, program), script(capsys, program, "--elastic")
     ulfm = ["--bind-to", "none", "--with-ft", "ulfm", "-n"]
-    assert words_of_mpirun(plain, tmp_path)[:3] == ["--bind-to", "none", "-n"]
-    assert words_of_mpirun(elastic, tmp_path)[:5] == ulfm
+    assert words_of(plain, tmp_path)[:3] == ["--bind-to", "none", "-n"]
+    assert words_of(elastic, tmp_path)[:5] == ulfm
     variable = {"UNISONO_MPIRUN_OPTIONS": "--with-ft ulfm"}
-    assert words_of_mpirun(plain, tmp_path, **variable)[:5] == ulfm
+    assert words_of(plain, tmp_path, **variable)[:5] == ulfm
 
 
-def test_it_says_that_mpirun_is_missing(program, tmp_path, capsys):
-    lines = [
-        "mpirun=$(type -P no-such-mpirun) ||" + t.partition("||")[2]
-        if t.startswith("mpirun=")
-        else t
-        for t in script(capsys, program).splitlines()
-    ]
+@pytest.mark.parametrize(
+    ("missing", "variables", "message"),
+    [
+        ("type -P mpirun", {}, "no mpirun on PATH. Load the MPI module before sbatch"),
+        (
+            "",
+            {"UNISONO_LAUNCHER": "srun", "UNISONO_MPIRUN_OPTIONS": "--with-ft ulfm"},
+            "UNISONO_MPIRUN_OPTIONS is for mpirun, expected options of srun in UNISONO_LAUNCHER",
+        ),
+        ("", {"SLURM_HET_SIZE": "2"}, "expected UNISONO_LAUNCHER='srun --mpi=pmix --het-group"),
+    ],
+)
+def test_mistakes_in_the_job_are_named(
+    program, tmp_path, capsys, monkeypatch, missing, variables, message
+):
+    # A Python that has no mpirun beside it: the script then looks for one on PATH.
+    monkeypatch.setattr(sys, "executable", "/bin/sh")
+    text = script(capsys, program)
+    assert missing in text
+    if missing:
+        text = text.replace(missing, "type -P no-such-program")
     done = subprocess.run(
-        ["bash"], input="\n".join(lines), text=True, capture_output=True, timeout=30,
-        env=os.environ | JOB | {"SLURM_SUBMIT_DIR": str(tmp_path)}, check=False,
+        ["bash"], input=text, text=True, capture_output=True, timeout=30,
+        env=os.environ | JOB | {"SLURM_SUBMIT_DIR": str(tmp_path)} | variables, check=False,
     )  # fmt: skip
     assert done.returncode == 2
-    assert "submit: no mpirun on PATH. Load the MPI module before sbatch" in done.stderr
+    assert message in done.stderr
 
 
 def test_it_ends_as_the_script_of_the_checkout(program, capsys):
     of_checkout = (ROOT / "slurm" / "train.sbatch").read_text()
-    beginning = "# Slurm sends SIGTERM to a preempted job"
+    beginning = "[[ -z ${SLURM_HET_SIZE:-} "
     found = [
         beginning + text.partition(beginning)[2] for text in (of_checkout, script(capsys, program))
     ]
@@ -123,6 +157,9 @@ def test_it_ends_as_the_script_of_the_checkout(program, capsys):
         (["--time=4h"], "got '4h'"),
         (["--time=1:2:3:4"], "got '1:2:3:4'"),
         (["--time=1\n#SBATCH --nodes=9"], "bad --time"),
+        (["--launcher="], "submit: expected --launcher mpirun or srun, and its options, got ''"),
+        (["--launcher=aprun -B"], "got 'aprun -B'"),
+        (["--launcher=srun", "--elastic"], "expected --launcher mpirun with --elastic, got 'srun'"),
         (["--sbatch=long"], "expected a long option of sbatch, such as --partition=long"),
     ],
 )
