@@ -15,8 +15,8 @@ from collections.abc import Mapping
 from collectives.core.errors import LaunchError
 
 __all__ = [
-    "check_is_no_child", "check_world_size", "env_count", "launcher_rank",
-    "launcher_world_size", "mark_children",
+    "check_is_no_child", "check_is_no_shell_of_srun", "check_world_size", "env_count",
+    "launcher_rank", "launcher_world_size", "mark_children",
 ]  # fmt: skip
 
 # The variable by which a child of a rank detects that it is not a rank: number, process and launch
@@ -91,6 +91,26 @@ def check_is_no_child(environ: Mapping[str, str]) -> None:
         f"of rank {mark['rank']} of {mark['size']} (process {mark['process']}). A worker that "
         'imports the program again must not call init: put it under `if __name__ == "__main__":`'
     )
+
+
+def check_is_no_shell_of_srun(environ: Mapping[str, str]) -> None:
+    """Reject a program that was typed in a shell of `srun --pty` with several tasks.
+
+    MPI_Init would wait for the other tasks, which run shells without input.
+
+    Raises:
+        LaunchError: this process is a job of such a shell; names the remedy.
+    """
+    count = env_count(environ.get("SLURM_STEP_NUM_TASKS", "1"))
+    if "SLURM_PTY_PORT" not in environ or count == 1:
+        return
+    # An interactive shell leads the session and starts each program in a process group of its own.
+    # A rank of mpirun has another parent; a task or script of srun is in the group of the leader.
+    if os.getppid() == os.getsid(0) != os.getpgrp():
+        raise LaunchError(
+            f"init: this shell is one of {count} tasks of `srun --pty`, and the other tasks run no "
+            "program. Start ranks by mpirun; on several nodes, in a shell of `salloc`"
+        )
 
 
 def _place(environ: Mapping[str, str]) -> list[str]:

@@ -43,6 +43,7 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
     """
     # First, because MPI would connect as the parent's rank.
     launcher.check_is_no_child(os.environ)
+    launcher.check_is_no_shell_of_srun(os.environ)
     wanted = (
         # Not `sched_getaffinity`: mpirun binds each rank to few of the node's cores.
         open_mpi.recommended_settings(os.environ, os.cpu_count() or 1)

@@ -159,7 +159,7 @@ def test_it_ends_as_the_script_of_the_checkout(program, capsys):
         (["--time=1\n#SBATCH --nodes=9"], "bad --time"),
         (["--launcher="], "submit: expected --launcher mpirun or srun, and its options, got ''"),
         (["--launcher=aprun -B"], "got 'aprun -B'"),
-        (["--launcher=srun", "--elastic"], "expected --launcher mpirun with --elastic, got 'srun'"),
+        (["--launcher=srun", "--elastic"], "expected --launcher mpirun with --elastic, got srun"),
         (["--sbatch=long"], "expected a long option of sbatch, such as --partition=long"),
     ],
 )

@@ -2,10 +2,14 @@
 
 from __future__ import annotations
 
+import subprocess
+import sys
+
 import pytest
 
 import collectives as cc
 from collectives.launch import launcher, open_mpi
+from launcher import ROOT, environment
 
 OPEN_MPI = "Open MPI v5.0.11, package: x, ident: 5.0.11"
 MPICH = "MPICH Version:      5.0.2\nMPICH Release date: ..."
@@ -62,6 +66,38 @@ def test_several_processes_that_are_each_alone_are_refused(environ, library, wor
 )
 def test_a_good_launch_is_let_through(environ, world_size):
     launcher.check_world_size(environ, world_size, OPEN_MPI)
+
+
+PTY = {**STEP, "SLURM_PTY_PORT": "40123"}
+CHECK = """
+import os
+from collectives.launch import launcher
+launcher.check_is_no_shell_of_srun(os.environ)
+"""
+# The leader of a session, as slurmstepd starts it; a shell gives each program its own group.
+LEADER = f"""
+import os, subprocess, sys
+group = os.setpgrp if sys.argv[1] == "shell" else None
+sys.exit(subprocess.call([sys.executable, "-c", {CHECK!r}], preexec_fn=group))
+"""
+
+
+@pytest.mark.parametrize(
+    ("leader", "environ", "refused"),
+    [
+        ("shell", PTY, True),
+        ("script", PTY, False),
+        ("shell", STEP, False),
+        ("shell", {**PTY, "SLURM_STEP_NUM_TASKS": "1"}, False),
+    ],
+)
+def test_a_program_in_a_shell_of_srun_is_refused(leader, environ, refused):
+    done = subprocess.run(
+        [sys.executable, "-c", LEADER, leader], env=environment(**environ), cwd=ROOT,
+        start_new_session=True, capture_output=True, text=True, timeout=60, check=False,
+    )  # fmt: skip
+    assert (done.returncode == 1) == refused, done
+    assert ("this shell is one of 4 tasks of `srun --pty`" in done.stderr) == refused
 
 
 def test_settings_are_given_only_where_the_user_made_none():
