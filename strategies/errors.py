@@ -13,6 +13,7 @@ __all__ = [
     "NotFoundError",
     "OpError",
     "OutOfRangeError",
+    "RankError",
     "ResourceExhaustedError",
     "UnavailableError",
     "UnimplementedError",
@@ -99,6 +100,12 @@ class DataLossError(OpError):
     """Stored data is damaged or incomplete and cannot be read."""
 
     code = "DATA_LOSS"
+
+
+class RankError(OpError):
+    """A rank of `strategies.launch` raised an exception, or ended without a result."""
+
+    code = "RANK_FAILED"
 
 
 class ResourceExhaustedError(OpError):
