@@ -54,7 +54,7 @@ export PIP_DISABLE_PIP_VERSION_CHECK := 1
 
 # What UNISONO_REQUIRE names must not be skipped, so its packages are installed.
 REQUIRED := $(subst $(COMMA), ,$(UNISONO_REQUIRE))
-KINDS := $(foreach kind,torch jax mpich impi frameworks pyright site package,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
+KINDS := $(foreach kind,torch jax mpich impi frameworks notebook pyright site package,$(if $(filter $(kind),$(REQUIRED)),$(VENV)/.unisono-kind-$(kind)))
 CUDA ?= 12
 LOWEST_PYTHON ?= python3.10
 MACHINES ?= x86_64 aarch64
@@ -128,6 +128,10 @@ $(VENV)/.unisono-kind-jax: $(STAMP)
 
 $(VENV)/.unisono-kind-frameworks: $(VENV)/.unisono-kind-torch
 	"$(VENV)/bin/python" -m pip install $(QUIETLY) "accelerate>=1.15" "lightning>=2.6" "transformers>=5.24"
+	touch "$@"
+
+$(VENV)/.unisono-kind-notebook: $(STAMP)
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) "nbclient>=0.10" "ipykernel>=6.29"
 	touch "$@"
 
 # 280 MB, because it contains Node.js. Without it, mypy alone checks types.

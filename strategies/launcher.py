@@ -231,11 +231,13 @@ def _ranks(numbers: list[int]) -> str:
 
 
 def _stack(folder: Path, rank: int) -> str:
-    """Return the lines of a rank's main thread at the deadline."""
+    """Return the frames of a rank's main thread at the deadline, the innermost first."""
     path = folder / f"{rank}.stack"
     text = path.read_text() if path.exists() else ""
     # `faulthandler` writes the main thread last.
-    return text.rpartition("\n\n")[2].strip() or "not started"
+    frames = [s for s in text.rpartition("\nThread ")[2].splitlines() if s.startswith("  File ")]
+    # Without `run_rank` and its caller.
+    return "\n".join(["", *frames[:-2]]) if frames else "not started"
 
 
 def _unpickled(pickled: bytes) -> BaseException | None:

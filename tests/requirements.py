@@ -26,6 +26,7 @@ REQUIREMENTS = (
     "memory",  # more than 2 GiB to share
     "mpich",  # beside the first MPI library
     "netns",  # network namespaces: root, iproute2
+    "notebook",  # nbclient and ipykernel, which execute one
     "package",  # what builds ours, and an index of packages
     "pyright",  # the package basedpyright, which needs no network when it runs
     "site",  # Sphinx, Playwright and a Chromium
@@ -41,6 +42,7 @@ _PART_OF = {
     **dict.fromkeys(("accelerate", "lightning", "transformers"), "frameworks"),
     **dict.fromkeys(("build", "twine"), "package"),
     "basedpyright": "pyright",
+    **dict.fromkeys(("ipykernel", "nbclient"), "notebook"),
     **dict.fromkeys(
         ("axe_playwright_python", "furo", "myst_parser", "playwright", "sphinx"), "site"
     ),

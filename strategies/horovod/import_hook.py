@@ -28,6 +28,7 @@ _MODULES = {
     "horovod.common.elastic": _ELASTIC,
     "horovod.common.exceptions": "strategies.horovod.exceptions",
     "horovod.common.process_sets": "strategies.horovod.common",
+    "horovod.runner": "strategies.horovod.runner",
     "horovod.torch": _OF_TORCH,
     "horovod.torch.compression": _OF_TORCH,
     "horovod.torch.elastic": _ELASTIC,
