@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import contextlib
 import copyreg
 import functools
 import inspect
 import logging
 import os
-from collections.abc import Callable, Sequence
+import threading
+from collections.abc import Callable, Iterator, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
 from collectives.communicator import Communicator, from_mpi, group_of, open_communicators
@@ -96,6 +98,26 @@ _world: Communicator | None = None
 _members: list[int] = []  # processes of the world, by their numbers in MPI_COMM_WORLD
 
 
+class _ThisThread(threading.local):
+    world: Communicator | None = None
+
+
+_this_thread = _ThisThread()
+
+
+@contextlib.contextmanager
+def of_this_thread(comm: Communicator) -> Iterator[None]:
+    """Make a communicator the world of this thread, for ranks that are threads.
+
+    Until the context ends, `init` returns it, and `shutdown` does nothing.
+    """
+    _this_thread.world = comm
+    try:
+        yield
+    finally:
+        _this_thread.world = None
+
+
 def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     """Start MPI if needed, and return the communicator of all or some processes of the job.
 
@@ -122,6 +144,12 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
             `MismatchError`, and no world exists afterwards.
     """
     global _world, _members
+    if _this_thread.world is not None:
+        if comm is not None:
+            raise ValueError(
+                "init: there is a world already, of the ranks of collectives.testing; split it"
+            )
+        return _this_thread.world
     # Later calls must name the same processes, or none.
     if _world is not None:
         if comm is not None and (given := processes.checked_ranks(comm)) != _members:
@@ -172,7 +200,7 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
 def _reduce(comm: Communicator) -> tuple[Callable[..., Communicator], tuple[Any, ...]]:
     """Pickle the world as `init()`, and other communicators as name and ranks."""
     # The world of another process is created by its own `init`.
-    if comm is _world:
+    if comm is _find():
         return init, ()
     return _find_open, _name_and_ranks(comm)
 
@@ -192,7 +220,7 @@ def _find_open(name: str, ranks: list[int]) -> Communicator:
         comm
         for comm in open_communicators()
         # The world is pickled as `init()`, never by its name.
-        if comm is not _world and _name_and_ranks(comm) == (name, ranks)
+        if comm is not _find() and _name_and_ranks(comm) == (name, ranks)
     ]
     if len(found) != 1:
         raise ValueError(
@@ -212,7 +240,7 @@ def shutdown() -> None:
     MPI runs until the process ends, so you may call `init` again.
     """
     global _world
-    if _world is not None:
+    if _this_thread.world is None and _world is not None:
         # First None, so that an error below leaves no half-closed world.
         world, _world = _world, None
         # Before the group closes, because the clocks are compared once more.
@@ -222,13 +250,19 @@ def shutdown() -> None:
 
 def is_initialized() -> bool:
     """Return whether a world exists."""
-    return _world is not None
+    return _find() is not None
+
+
+def _find() -> Communicator | None:
+    """Return the world of this thread, if it is a rank, else that of the process."""
+    return _world if _this_thread.world is None else _this_thread.world
 
 
 def _current() -> Communicator:
-    if _world is None:
+    world = _find()
+    if world is None:
         raise RuntimeError("collectives: not initialized; call collectives.init() first")
-    return _world
+    return world
 
 
 def rank() -> int:

@@ -20,6 +20,7 @@ import messages
 MODULES = {
     "collectives": "Operations among ranks. What a communicator has as a method is a function "
     "here, too: of the communicator of all ranks.",
+    "collectives.testing": "Tests of distributed code without MPI.",
     "collectives.extend": "For libraries that are built on `collectives`, as `strategies` is.",
     "strategies.errors": "What queues, readers, services and files raise.",
     "strategies.optimizers": "Rules by which gradients change variables.",

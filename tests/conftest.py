@@ -29,6 +29,8 @@ from collectives.communicator import from_mpi
 from collectives.core.settings import Settings, Stores
 from launcher import STORING, WORLD_SIZES
 
+pytest_plugins = ["unisono_pytest"]
+
 # JAX looks at it when it starts: strategies are tested on 8 devices of the host.
 os.environ.setdefault("XLA_FLAGS", "--xla_force_host_platform_device_count=8")
 

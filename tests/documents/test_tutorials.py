@@ -27,6 +27,7 @@ PAGES = {
     "how-to/my-launcher.md": 1,
     "how-to/simulations.md": 2,
     "how-to/sixteen-bits.md": 1,
+    "how-to/tests.md": 0,
     "tutorials/a-parameter-server.md": 1,
     "tutorials/files-and-queues.md": 2,
     "tutorials/from-one-machine-to-slurm.md": 1,
@@ -44,7 +45,10 @@ TORCH_PAGES = {
 
 @pytest.mark.parametrize("page", PAGES)
 def test_programs_print_what_the_page_shows(page, tmp_path):
-    assert programs.try_out(programs.read(DOCS / page), tmp_path, 90, ELSEWHERE) == PAGES[page]
+    # As the installed package's entry point does.
+    plugins = {"PYTEST_PLUGINS": "unisono_pytest"}
+    page_read = programs.read(DOCS / page)
+    assert programs.try_out(page_read, tmp_path, 90, ELSEWHERE, **plugins) == PAGES[page]
 
 
 @pytest.mark.parametrize("page", ULFM_PAGES)
