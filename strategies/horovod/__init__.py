@@ -2,7 +2,3 @@
 
 `docs/migrate-from-horovod.md` lists the differences of each name.
 """
-
-from strategies.horovod.runner import run
-
-__all__ = ["run"]

@@ -23,7 +23,7 @@ _ELASTIC = "strategies.horovod.elastic"
 
 # Horovod's module -> the module here with its names. `horovod.torch.*` are one module here.
 _MODULES = {
-    "horovod": "strategies.horovod",
+    "horovod": "strategies.horovod.runner",
     "horovod.common": "strategies.horovod.common",
     "horovod.common.elastic": _ELASTIC,
     "horovod.common.exceptions": "strategies.horovod.exceptions",

@@ -76,13 +76,19 @@ class StrategyTorchOptimizer(_Optimizer):
             raise AttributeError(name)
         return getattr(self.optimizer, name)
 
+    @property  # type: ignore[misc]  # read-only, as in every proxy
+    def __class__(self) -> type:
+        """Class of the wrapped optimizer, for `isinstance`, as of a proxy."""
+        return type(self.optimizer)
+
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.optimizer)})
+        return sorted({*dir(type(self)), *vars(self), *dir(self.optimizer)})
 
     def __repr__(self) -> str:
         return f"StrategyTorchOptimizer({type(self.strategy).__name__}, {self.optimizer!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    # Not `__reduce__`, which Python looks up in the class of the wrapped optimizer.
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         # Only the wrapped optimizer can be copied: the strategy's slots are on other tasks.
         return identity, (self.optimizer,)
 

@@ -41,7 +41,7 @@ from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of
 if TYPE_CHECKING:
     # For type checkers it is an optimizer of any class, because it has the attributes of the
     # wrapped one and replaces it: `optimizer = DistributedOptimizer(optimizer)`.
-    _Optimizer: Any
+    from typing import Any as _Optimizer
 else:
     _Optimizer = torch.optim.Optimizer
 
@@ -62,7 +62,8 @@ class TorchOptimizer(_Optimizer):
     """A PyTorch optimizer whose steps apply the gradients of all ranks.
 
     Returned by `DistributedOptimizer`. It has the `param_groups`, `state` and `defaults` of the
-    wrapped optimizer, so schedulers, scalers and checkpoints work with either of them.
+    wrapped optimizer, so schedulers, scalers and checkpoints work with either of them, and it is an
+    instance of the same class.
 
     `step` averages the `.grad` of all parameters and lets the wrapped optimizer step. Call
     `synchronize` first to read or change averaged gradients.
@@ -131,13 +132,19 @@ class TorchOptimizer(_Optimizer):
         # Only methods can change parameters.
         return self._method_guard.guard(name, found) if inspect.ismethod(found) else found
 
+    @property  # type: ignore[misc]  # read-only, as in every proxy
+    def __class__(self) -> type:
+        """Class of the wrapped optimizer, for `isinstance`, as of a proxy."""
+        return type(self.optimizer)
+
     def __dir__(self) -> list[str]:
-        return sorted({*super().__dir__(), *dir(self.optimizer)})
+        return sorted({*dir(type(self)), *vars(self), *dir(self.optimizer)})
 
     def __repr__(self) -> str:
         return f"TorchOptimizer(rank {self.comm.rank} of {self.comm.size}, {self.optimizer!r})"
 
-    def __reduce__(self) -> tuple[Any, ...]:
+    # Not `__reduce__`, which Python looks up in the class of the wrapped optimizer.
+    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
         return identity, (self.optimizer,)
 
     def step(

@@ -117,6 +117,7 @@ def test_training_equals_one_process_on_all_rows(comm, kind):
     optimizer = wrapped(comm, model, kind)
     strategies.broadcast_parameters(model.state_dict(), comm=comm)
     assert isinstance(optimizer, torch.optim.Optimizer)
+    assert isinstance(optimizer, type(optimizer.optimizer))  # the class of the wrapped one
     train(model, optimizer, ranks[comm.rank])
     assert_alike(comm, model, alone)
     assert model.never.grad is None

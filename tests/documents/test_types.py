@@ -227,6 +227,7 @@ COMPLETED = """
     model = torch.nn.Linear(2, 1)
     of_torch = strategies.DistributedOptimizer(torch.optim.SGD(model.parameters(), lr=0.1))
     assert_type(of_torch, TorchOptimizer)
+    of_class: torch.optim.Optimizer = of_torch
     of_torch.param_groups[0]["lr"] = 0.2
     of_torch.zero_grad()
     of_torch.synchronize(row=3)  # WRONG

