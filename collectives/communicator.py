@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import functools
+import threading
 import weakref
 from collections.abc import Callable, Sequence
 from types import MethodType
@@ -31,7 +32,7 @@ from collectives.transport.mpi import MpiTransport
 if TYPE_CHECKING:
     from mpi4py import MPI
 
-__all__ = ["Communicator", "from_mpi", "group_of", "open_communicators"]
+__all__ = ["Communicator", "from_mpi", "group_of", "open_communicators", "this_thread"]
 
 P = ParamSpec("P")
 R = TypeVar("R")
@@ -90,6 +91,16 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
 def group_of(comm: Communicator) -> Group:
     """Return the group of a communicator, for the modules of this package."""
     return comm._group
+
+
+class _ThisThread(threading.local):
+    """State of one thread; `world` is its communicator of all ranks, if it is a rank itself."""
+
+    world: Communicator | None = None
+
+
+# `collectives.testing` sets it in threads that are ranks.
+this_thread = _ThisThread()
 
 
 def open_communicators() -> list[Communicator]:

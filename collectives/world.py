@@ -2,17 +2,21 @@
 
 from __future__ import annotations
 
-import contextlib
 import copyreg
 import functools
 import inspect
 import logging
 import os
-import threading
-from collections.abc import Callable, Iterator, Sequence
+from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
-from collectives.communicator import Communicator, from_mpi, group_of, open_communicators
+from collectives.communicator import (
+    Communicator,
+    from_mpi,
+    group_of,
+    open_communicators,
+    this_thread,
+)
 from collectives.core import other_projects, oversubscription, settings
 from collectives.launch import abort_hook, processes
 from collectives.launch.open_mpi import is_fault_tolerant
@@ -98,26 +102,6 @@ _world: Communicator | None = None
 _members: list[int] = []  # processes of the world, by their numbers in MPI_COMM_WORLD
 
 
-class _ThisThread(threading.local):
-    world: Communicator | None = None
-
-
-_this_thread = _ThisThread()
-
-
-@contextlib.contextmanager
-def of_this_thread(comm: Communicator) -> Iterator[None]:
-    """Make a communicator the world of this thread, for ranks that are threads.
-
-    Until the context ends, `init` returns it, and `shutdown` does nothing.
-    """
-    _this_thread.world = comm
-    try:
-        yield
-    finally:
-        _this_thread.world = None
-
-
 def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
     """Start MPI if needed, and return the communicator of all or some processes of the job.
 
@@ -144,12 +128,12 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
             `MismatchError`, and no world exists afterwards.
     """
     global _world, _members
-    if _this_thread.world is not None:
+    if this_thread.world is not None:
         if comm is not None:
             raise ValueError(
                 "init: there is a world already, of the ranks of collectives.testing; split it"
             )
-        return _this_thread.world
+        return this_thread.world
     # Later calls must name the same processes, or none.
     if _world is not None:
         if comm is not None and (given := processes.checked_ranks(comm)) != _members:
@@ -240,7 +224,7 @@ def shutdown() -> None:
     MPI runs until the process ends, so you may call `init` again.
     """
     global _world
-    if _this_thread.world is None and _world is not None:
+    if this_thread.world is None and _world is not None:
         # First None, so that an error below leaves no half-closed world.
         world, _world = _world, None
         # Before the group closes, because the clocks are compared once more.
@@ -255,7 +239,7 @@ def is_initialized() -> bool:
 
 def _find() -> Communicator | None:
     """Return the world of this thread, if it is a rank, else that of the process."""
-    return _world if _this_thread.world is None else _this_thread.world
+    return _world if this_thread.world is None else this_thread.world
 
 
 def _current() -> Communicator:

@@ -6,9 +6,8 @@ import threading
 from collections.abc import Callable, Mapping, Sequence
 from typing import Any, NamedTuple, TypeVar, cast
 
-from collectives import world
 from collectives.calls.group import Group
-from collectives.communicator import Communicator
+from collectives.communicator import Communicator, this_thread
 from collectives.core.settings import Settings
 from collectives.testing.thread_transport import ThreadGroup, ThreadTransport
 
@@ -57,8 +56,8 @@ def run_ranks(
     def run(rank: int) -> None:
         try:
             comm = Communicator(Group(ThreadTransport(group, rank), [0] * ranks, settings))
-            with world.of_this_thread(comm):
-                results[rank] = function(*args, **(kwargs or {}))
+            this_thread.world = comm
+            results[rank] = function(*args, **(kwargs or {}))
             comm.close()
         except BaseException as error:
             group.job.fail(rank, error)
