@@ -15,6 +15,7 @@ from typing import Any, TypeVar, cast
 
 from collectives.algorithms import hierarchical, node_stages
 from collectives.algorithms.cost_model import RankLayout
+from collectives.calls.fast_path import FastPath
 from collectives.calls.group_registry import GroupRegistry, Registration
 from collectives.core import settings, topology
 from collectives.core.errors import CollectiveError, CollectiveTimeout, PeerFailure
@@ -83,7 +84,7 @@ class Group:
             memory.
         plans: cached preparations of repeated calls (`collectives.operations.plan_cache`).
         address_reader: reads the addresses of arrays in repeated calls.
-        call_number: number of the last call.
+        fast_path: repeats calls in compiled code; `store` and `call_number` share its memory.
         child_count: number of groups created from this group.
         tagged_groups_made: number of groups with a tag created from this group whose first rank is
             this rank.
@@ -94,6 +95,12 @@ class Group:
             threads only at calls and backward jumps, and neither occurs between the two steps.
         listener: called when operations begin and end; None without a status board and timeline.
     """
+
+    # `collectives.calls.fast_path` also writes these two.
+    __slots__ = ("__dict__", "__weakref__", "gate", "unusable")
+
+    gate: Any
+    unusable: str | None
 
     def __init__(
         self,
@@ -119,13 +126,13 @@ class Group:
         self.plans: dict[object, Any] = {}
         # Until a plan is stored: compiled code is not loaded for programs that make few calls.
         self.address_reader = buffer_address.in_python
-        self.call_number = 0
+        self.fast_path = FastPath()
         self.child_count = 0
         self.tagged_groups_made = 0
         self.registry = GroupRegistry()
         self._registration: Registration | None = None
-        self.unusable: str | None = None
-        self.gate: Any = None
+        self.unusable = None
+        self.gate = None
         self._collided = False  # two threads called at once; the other ranks are not informed yet
         self.listener: CallListener | None = None
         self._tracer: CallTracer | None = None
@@ -152,6 +159,17 @@ class Group:
                 timeline.running, members, self.status, self.node_engine, here
             )
             self.listener = self._tracer
+        # A timeline needs more than compiled code records.
+        self.fast_path.state.enabled = self.listener is self.status is not None
+
+    @property
+    def call_number(self) -> int:
+        """Number of the last call."""
+        return int(self.fast_path.state.number)
+
+    @call_number.setter
+    def call_number(self, number: int) -> None:
+        self.fast_path.state.number = number
 
     @property
     def world_ranks(self) -> Sequence[int]:
@@ -240,6 +258,7 @@ class Group:
         # Plans and state refer to the group. Without these cycles its memory is free at once and
         # the next group reuses it; with them each new group cost 1 to 2 KiB.
         self.plans.clear()
+        self.fast_path.clear()
         self._state.clear()
 
     def revoke(self, reason: str) -> None:
@@ -297,7 +316,12 @@ class Group:
         # Read once: the call under way may end at any time.
         under_way = self.gate
         # Only after the search for a thread is it known whether the call is nested.
-        first = None if under_way is None else call_sites.other_thread_in(under_way)
+        owner = self.fast_path.state.owner
+        if owner == threading.get_ident():  # interrupted in the fast path, outside of Python
+            self.mark_failed(under_way.operation, KeyboardInterrupt())
+            self.fast_path.state.owner = 0
+            self.check_usable(operation)
+        first = None if under_way is None else call_sites.other_thread_in(under_way, owner)
         if first is None:  # a nested call of this thread
             return
         if self.size == 1 and self._wait_until_free(operation):

@@ -67,6 +67,7 @@ def allocate(call: Call, nbytes: int) -> Array | None:
     ranks, directory = group.levels.node, group.settings.shared_memory
     shared = group.node_engine.shared
     array = shared.create(nbytes, ranks, directory, call.deadline)
+    group.fast_path.clear()
     # Plans for dropped arrays hold addresses that may belong to other memory now.
     group.plans = {key: plan for key, plan in group.plans.items() if not shared.is_dropped(key)}
     return array

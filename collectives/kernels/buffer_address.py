@@ -19,6 +19,7 @@ from collectives.kernels import machine_code
 __all__ = ["AddressReader", "in_python", "address_reader", "streaming"]
 
 _CODE = "collectives.kernels.buffer_address_kernel"
+_FAST_PATH = "collectives.kernels.fast_path_kernel"
 
 
 class AddressReader(NamedTuple):
@@ -51,7 +52,9 @@ def streaming() -> Callable[[int, int, int], int]:
 def address_reader() -> AddressReader:
     """Return compiled functions, or those in Python if the layout check fails."""
     # All at once, because each missing function would else wait for a compilation of its own.
-    machine_code.ensure([(_CODE, "readable"), (_CODE, "writable"), (_CODE, "bind")])
+    machine_code.ensure(
+        [(_CODE, "readable"), (_CODE, "writable"), (_CODE, "bind"), (_FAST_PATH, "repeat")]
+    )
     compiled = AddressReader(
         machine_code.function(_CODE, "readable"),
         machine_code.function(_CODE, "writable", arguments=2),

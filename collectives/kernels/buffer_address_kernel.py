@@ -15,7 +15,7 @@ from numba import njit, types
 from collectives.kernels import numba_compiler
 from collectives.kernels.intrinsics import fence, load, pointer, record, store, stream
 
-__all__ = ["all_words", "make"]
+__all__ = ["all_words", "are_apart", "array", "fits", "is_contiguous", "make"]
 
 # An array object (`PyArrayObject_fields` of NumPy, which begins with a `PyObject`).
 _NDARRAY = np.dtype(
@@ -42,19 +42,25 @@ _C_CONTIGUOUS, _WRITEABLE = 0x1, 0x400
 
 
 @njit
-def _array(address: Any) -> Any:
+def array(address: Any) -> Any:
     """Return an array object as a record."""
     return record(address, _NDARRAY)
 
 
+@njit
+def is_contiguous(x: Any) -> bool:
+    """Return whether an array is in C order."""
+    return bool(x.flags & _C_CONTIGUOUS)
+
+
 def _readable(module: int, x: int) -> int:
-    array = _array(x)
     # CPython passes a pointer to the object as the argument.
-    return numba_compiler.from_number(array.data if array.flags & _C_CONTIGUOUS else 0)
+    found = array(x)
+    return numba_compiler.from_number(found.data if is_contiguous(found) else 0)
 
 
 @njit
-def _fits(x: Any, out: Any) -> bool:
+def fits(x: Any, out: Any) -> bool:
     """Return whether `out` is a writable array for a result like `x`."""
     both = _C_CONTIGUOUS | _WRITEABLE
     # Both bits: the result is written in C order.
@@ -68,32 +74,37 @@ def _fits(x: Any, out: Any) -> bool:
 
 def _writable(module: int, arguments: int, count: int) -> int:
     # METH_FASTCALL passes an array of pointers to the arguments.
-    x, out = _array(load(arguments)), _array(load(arguments + 8))
-    return numba_compiler.from_number(out.data if _fits(x, out) else 0)
+    x, out = array(load(arguments)), array(load(arguments + 8))
+    return numba_compiler.from_number(out.data if fits(x, out) else 0)
+
+
+@njit
+def are_apart(x: Any, out: Any) -> bool:
+    """Return whether two contiguous arrays of one shape and dtype share no memory."""
+    # Bytes from the first axis longer than 1: the extent of the whole array.
+    # At least one element of the widest type, for arrays of one element or none.
+    nbytes = _WIDEST
+    for axis in range(x.ndim):
+        length = load(x.shape + 8 * axis)
+        # Axes of length 1 have arbitrary strides.
+        if length != 1:
+            nbytes = length * load(x.strides + 8 * axis)
+            break
+    between = out.data - x.data
+    return bool(between >= nbytes or -between >= nbytes)
 
 
 def _bind(module: int, arguments: int, count: int) -> int:
     words = numba_compiler.to_number(pointer(load(arguments)))
     first, second = load(arguments + 8), load(arguments + 16)
-    x, out = _array(first), _array(second)
+    x, out = array(first), array(second)
     found = 0
-    # A plan of another form has no words, which is 0.
-    if words and x.flags & _C_CONTIGUOUS and _fits(x, out):
-        # Bytes from the first axis longer than 1: the extent of the whole array.
-        # At least one element of the widest type, for arrays of one element or none.
-        nbytes = _WIDEST
-        for axis in range(x.ndim):
-            length = load(x.shape + 8 * axis)
-            # Axes of length 1 have arbitrary strides.
-            if length != 1:
-                nbytes = length * load(x.strides + 8 * axis)
-                break
-        between = out.data - x.data
-        # The same object, or no common bytes: kernels read the input while they write.
-        if first == second or between >= nbytes or -between >= nbytes:
-            store(words, x.data)
-            store(words + 8, out.data)
-            found = 1
+    # A plan of another form has no words, which is 0. The same object, or no common bytes: kernels
+    # read the input while they write.
+    if words and is_contiguous(x) and fits(x, out) and (first == second or are_apart(x, out)):
+        store(words, x.data)
+        store(words + 8, out.data)
+        found = 1
     return numba_compiler.from_number(found)
 
 

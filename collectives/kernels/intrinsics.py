@@ -19,9 +19,9 @@ from numba.core import cgutils
 from numba.extending import intrinsic, register_jitable
 
 __all__ = [
-    "call_binary", "call_unary", "canonical_nan", "canonical_nans", "clock_gettime", "copy",
-    "fence", "load", "load_half_pair", "mpi_start", "mpi_test", "multiply_add",
-    "on_stack", "pause", "pointer",
+    "call_binary", "call_unary", "call_words", "canonical_nan", "canonical_nans",
+    "clock_gettime", "copy", "fence", "load", "load_half_pair", "mpi_start", "mpi_test",
+    "multiply_add", "on_stack", "pause", "pointer",
     "record", "sched_yield", "store", "store_fence_full", "store_half_pair", "stream",
     "target_processor",
 ]  # fmt: skip
@@ -317,6 +317,17 @@ def call_binary(typingctx: Any, function: Any, dest: Any, a: Any, b: Any, n: Any
         return context.get_dummy_value()
 
     return types.void(*[types.int64] * 5), codegen
+
+
+@intrinsic
+def call_words(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+    """Call a C function of up to four words or ints by its address; return the resulting word."""
+
+    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
+        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 4)
+        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
+
+    return types.int64(*[types.int64] * 5), codegen
 
 
 # MPI's functions take counts, ranks and tags as int, and return an error as int. A handle is an int

@@ -37,8 +37,8 @@ from collectives.core.process_hooks import in_child
 from collectives.kernels import code_cache, compile_lock, prebuilt
 
 __all__ = [
-    "KNOWN_SYMBOLS", "Code", "compile_ahead", "ensure", "function", "is_kept", "load", "origins",
-    "procedure",
+    "KNOWN_SYMBOLS", "Code", "bound_function", "compile_ahead", "ensure", "function", "is_kept",
+    "load", "origins", "procedure",
 ]  # fmt: skip
 
 # Functions by which code of `numba_compiler.python_code` uses Python.
@@ -47,6 +47,11 @@ _OF_PYTHON = (
     "PyLong_FromLongLong",
     "PyEval_SaveThread",
     "PyEval_RestoreThread",
+    "PyErr_Clear",
+    "PyFrame_GetCode",
+    "PyThread_get_thread_ident",
+    "Py_DecRef",
+    "Py_IncRef",
 )
 
 # Functions of the C library's libm, for numbers that no instruction handles.
@@ -193,12 +198,23 @@ def function(module: str, *words: str, arguments: int = 1) -> Callable[..., int]
     `numba_compiler.python_code` has compiled it. A call takes 0.09 us; numba's dispatcher takes
     0.3, ctypes 0.45. Further arguments as `load`.
     """
-    # Python shows the name in errors.
-    name = words[-1].encode()
     how = _ONE_ARGUMENT if arguments == 1 else _ARRAY_OF_ARGUMENTS
-    definition = _Definition(name, load(module, *words), how, None)
-    _definitions.append(definition)
-    made: Callable[..., int] = _new_builtin(ctypes.byref(definition), None, None)
+    made: Callable[..., int] = _new_builtin(
+        ctypes.byref(_definition(how, module, *words)), None, None
+    )
+    return made
+
+
+def bound_function(owner: object, module: str, *words: str) -> Callable[..., Any]:
+    """Return a Python callable of a METH_FASTCALL function of any number of objects.
+
+    Args:
+        owner: first argument of the function; kept alive.
+        module: as for `load`.
+        words: as for `load`.
+    """
+    definition = _definition(_ARRAY_OF_ARGUMENTS, module, *words)
+    made: Callable[..., Any] = _new_builtin(ctypes.byref(definition), owner, None)
     return made
 
 
@@ -223,10 +239,19 @@ class _Definition(ctypes.Structure):
 
 
 _ONE_ARGUMENT, _ARRAY_OF_ARGUMENTS = 0x0008, 0x0080  # METH_O, METH_FASTCALL
-_definitions: list[_Definition] = []  # kept alive, because each call reads its own
 _new_builtin = ctypes.PYFUNCTYPE(
-    ctypes.py_object, ctypes.POINTER(_Definition), ctypes.c_void_p, ctypes.c_void_p
+    ctypes.py_object, ctypes.POINTER(_Definition), ctypes.py_object, ctypes.c_void_p
 )(("PyCFunction_NewEx", ctypes.pythonapi))
+
+
+# Kept alive, because each call reads its own.
+_definitions: dict[tuple[str, ...], _Definition] = {}
+
+
+def _definition(how: int, module: str, *words: str) -> _Definition:
+    # Python shows the name in errors.
+    made = _Definition(words[-1].encode(), load(module, *words), how, None)
+    return _definitions.setdefault((module, *words), made)  # atomic, as two threads may ask
 
 
 def _load(name: tuple[str, ...]) -> int:

@@ -80,6 +80,11 @@ def broadcast(
     Cost: ceil(log2 P) messages of S bytes sent by the root.
     """
     own = group.rank == root
+    # Elsewhere on the root the result is a copy of `x`.
+    if not own or out is x:
+        made = group.fast_path.repeat(x, out, caller(), timeout, "broadcast", root, algorithm)
+        if made is not None:
+            return made
     key = ("broadcast", root, algorithm)
     try:  # step 1
         # The root needs no result memory: `_copy_result` makes one from its own array.

@@ -116,8 +116,13 @@ def allreduce(
         >>> comm.allreduce([1.0, 2.0], op=cc.SUM).tolist() == [comm.size, 2.0 * comm.size]
         True
     """
-    key = ("allreduce", op, algorithm, None if compression is NONE else compression, prescale,
-           postscale)  # fmt: skip
+    coded = None if compression is NONE else compression
+    made = group.fast_path.repeat(
+        x, out, caller(), timeout, "allreduce", op, algorithm, coded, prescale, postscale
+    )
+    if made is not None:
+        return made
+    key = ("allreduce", op, algorithm, coded, prescale, postscale)
     try:
         return plan_cache.run_cached(group, key, x, out, timeout, caller())  # step 1
     except plan_cache.NoPlan:
@@ -215,6 +220,12 @@ def reduce(
         S bytes received by every rank, in slices.
     """
     own = group.rank == root
+    # Elsewhere nothing is written; `x` as the result avoids an allocation.
+    made = group.fast_path.repeat(
+        x, out if own else x, caller(), timeout, "reduce", op, algorithm, root, prescale, postscale
+    )
+    if made is not None:
+        return made if own else None
     key = ("reduce", op, algorithm, root, prescale, postscale)
     try:  # step 1
         # `own` decides between two lookups of the same plan: a result is on the root only.

@@ -31,6 +31,7 @@ MODULES = (
     "collectives.algorithms.eager_kernel",
     "collectives.kernels.buffer_address_kernel",
     "collectives.kernels.elementwise",
+    "collectives.kernels.fast_path_kernel",
     "collectives.kernels.half_loops_kernel",
     "collectives.kernels.int8_loops",
     "collectives.node.reduce_kernels",

@@ -157,13 +157,19 @@ def _entry(frame: FrameType) -> str:
     return name if function.startswith("_") else f"{name}.{function}"
 
 
-def other_thread_in(call: object) -> str | None:
+def other_thread_in(call: object, owner: int = 0) -> str | None:
     """Return the name of another thread that is in a call; None without one.
 
     Searches the variables of all frames, so that starting a call costs nothing. A program may keep
     a plan in a variable of its own, so only frames of this package count.
+
+    Args:
+        call: as a variable of a frame.
+        owner: the thread in the call, if compiled code runs it; 0 if not.
     """
     own, names = get_ident(), {thread.ident: thread.name for thread in threading.enumerate()}
+    if owner:
+        return names.get(owner, f"thread {owner}")
     for ident, top in sys._current_frames().items():
         frame: FrameType | None = None if ident == own else top
         while frame is not None:

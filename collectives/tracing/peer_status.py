@@ -15,7 +15,7 @@ from collections.abc import Sequence
 from types import CodeType
 from typing import Any, NamedTuple
 
-from collectives.arrays.host_arrays import Array
+from collectives.arrays.host_arrays import Array, address
 from collectives.core import compile_time
 from collectives.core.errors import some
 from collectives.node.control_block import STATUS_ENTRY
@@ -38,6 +38,12 @@ class StatusBoard:
         names: names of the ranks in warnings.
     """
 
+    # `collectives.calls.fast_path` also writes these two.
+    __slots__ = ("__dict__", "__weakref__", "caller", "operation")
+
+    operation: str
+    caller: tuple[CodeType, int] | None
+
     def __init__(self, entries: Array, rank: int, names: Sequence[str]) -> None:
         self._entries = entries
         self._rank = rank
@@ -51,7 +57,7 @@ class StatusBoard:
         self._text = own["text"]
         # Operation and line of the text in the own note, and a cache of all texts.
         self.operation = ""
-        self.caller: tuple[CodeType, int] | None = None
+        self.caller = None
         self._texts: dict[tuple[str, int, int], tuple[bytes, CodeType]] = {}
         compile_time.keep_noted(self)
 
@@ -65,6 +71,13 @@ class StatusBoard:
 
     def write_text(self, record: Record) -> None:
         """Write operation and call site to the own note."""
+        text = self.text_of(record)
+        self._length[0] = len(text)
+        self._text[0] = text
+        self.operation, self.caller = record.operation, record.caller
+
+    def text_of(self, record: Record) -> bytes:
+        """Return operation and call site as the own note has them."""
         code, instruction = record.caller
         # Key by identity, because hashing a code object takes 1 us; the cache keeps the code alive.
         key = (record.operation, id(code), instruction)
@@ -74,9 +87,13 @@ class StatusBoard:
             text = f"{record.operation} at {record.site}".encode()[:_TEXT_BYTES]
             self._texts[key] = text, code
         text, _ = self._texts[key]
-        self._length[0] = len(text)
-        self._text[0] = text
-        self.operation, self.caller = record.operation, record.caller
+        return text
+
+    def in_memory(self) -> tuple[int, int]:
+        """Return the addresses of length and text of the own note, for `calls.fast_path`."""
+        own = address(self._entries) + self._rank * STATUS_ENTRY.itemsize
+        fields: Any = STATUS_ENTRY.fields
+        return own + fields["length"][1], own + fields["text"][1]
 
     def leave(self, record: Record) -> None:
         """Record that this rank has left an operation."""

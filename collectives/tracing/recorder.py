@@ -30,6 +30,9 @@ from pathlib import Path
 from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
+import numpy as np
+
+from collectives.arrays.host_arrays import Array
 from collectives.core.process_hooks import in_child
 from collectives.node.control_block import CallTimes
 from collectives.tracing.call_sites import Site, attributed, caller, user_frame
@@ -147,7 +150,7 @@ class Recorder:
         self.rank = rank
         self.size = size
         self._ring = [Record(CallTimes()) for _ in range(CAPACITY)]
-        self._begun = 0
+        self._begun = ctypes.c_int64()
         # Module of the last call, because most calls are on a few lines of one module. Stored by
         # name, because its globals would keep requests alive past the end of the program.
         self._program: str | None = None
@@ -158,8 +161,20 @@ class Recorder:
     def records(self) -> list[Record]:
         """Records of the last operations, oldest first."""
         # The ring holds the last `CAPACITY` records, in the order of their numbers.
-        oldest = max(0, self._begun - CAPACITY)
-        return [self._ring[i % CAPACITY] for i in range(oldest, self._begun)]
+        begun = self._begun.value
+        return [self._ring[i % CAPACITY] for i in range(max(0, begun - CAPACITY), begun)]
+
+    @property
+    def newest(self) -> Record:
+        """Record of the last operation."""
+        return self._ring[(self._begun.value - 1) % CAPACITY]
+
+    def in_memory(self) -> tuple[Array, int, int]:
+        """Return the addresses of the records, their number, and the address of the count begun.
+
+        `collectives.calls.fast_path` writes the records of the calls that it repeats.
+        """
+        return np.array([id(made) for made in self._ring]), CAPACITY, ctypes.addressof(self._begun)
 
     def begin(
         self,
@@ -188,9 +203,9 @@ class Recorder:
         Returns:
             The record, valid until `CAPACITY` further operations have started.
         """
-        begun = self._begun
+        begun = self._begun.value
         record = self._ring[begun % CAPACITY]
-        self._begun = begun + 1
+        self._begun.value = begun + 1
         record.failure = None
         record.number = number
         record.operation = operation

@@ -1,0 +1,87 @@
+"""Memory of `collectives.calls.fast_path`, which Python and compiled code share.
+
+Fields are 64-bit integers. *Object* means the address of a Python object, *slot* the address of an
+attribute of an object whose class declares it in `__slots__`.
+"""
+
+from __future__ import annotations
+
+import numpy as np
+
+from collectives.kernels.structures import structure
+
+__all__ = ["ENTRY", "MOST_AXES", "MOST_ENTRIES", "MOST_OPTIONS", "STATE", "Entry", "State"]
+
+# Options of a call after its array, result, frame and timeout.
+MOST_OPTIONS = 6
+
+MOST_AXES = 4
+
+# Calls of different lines, dtypes, shapes or options that are known at a time.
+MOST_ENTRIES = 16
+
+ENTRY = np.dtype(
+    [
+        # A call is repeated if all of these are equal:
+        ("code", "i8"),  # object, of the calling frame
+        ("instruction", "i8"),
+        ("count", "i8"),  # of options
+        ("options", "i8", MOST_OPTIONS),  # objects
+        ("dtype", "i8"),  # object
+        ("axes", "i8"),
+        ("shape", "i8", MOST_AXES),
+        ("in_place", "i8"),  # whether the result is the array itself
+        # The plan:
+        ("plan", "i8"),  # object
+        ("kernel", "i8"),  # address of its C function
+        ("block", "i8"),  # object, an int
+        ("addresses", "i8"),  # of the two words for the addresses of the arrays
+        # The record and the note of the call:
+        ("operation", "i8"),  # object
+        ("fields", "i8"),  # object
+        ("caller", "i8"),  # object
+        ("text", "i8"),  # address
+        ("text_bytes", "i8"),
+    ]
+)
+
+STATE = np.dtype(
+    [
+        ("enabled", "i8"),
+        ("number", "i8"),  # of the group's last call
+        # Thread that is in a compiled call, or was interrupted before `complete`.
+        ("owner", "i8"),
+        ("entries", "i8"),  # address
+        ("known", "i8"),  # number of entries
+        # Of the group:
+        ("gate", "i8"),  # slot
+        ("unusable", "i8"),  # slot
+        # Of the recorder:
+        ("ring", "i8"),  # address of the records, objects
+        ("capacity", "i8"),
+        ("begun", "i8"),  # address of the number of records begun
+        ("failure", "i8"),  # this and the next four: offsets of slots in a record
+        ("record_number", "i8"),
+        ("operation", "i8"),
+        ("fields", "i8"),
+        ("caller", "i8"),
+        ("times", "i8"),  # offset of the slot with the address of the times, an int
+        # Of the status board:
+        ("noted_operation", "i8"),  # slot
+        ("noted_caller", "i8"),  # slot
+        ("note_text", "i8"),  # address
+        ("note_length", "i8"),  # address of 16 bits
+        # Of Python and NumPy:
+        ("none", "i8"),  # object
+        ("array_type", "i8"),  # object
+        ("attributed", "i8"),  # address of the number of items of `call_sites.attributed`
+        # Addresses of C functions; the first two since Python 3.11:
+        ("call", "i8"),  # PyObject_Vectorcall
+        ("instruction_of", "i8"),  # PyFrame_GetLasti
+        ("new_like", "i8"),  # PyArray_NewLikeArray
+        ("complete", "i8"),  # object, `NodeCall.complete`
+        ("arguments", "i8", 3),  # of the kernel, and of `complete`
+    ]
+)
+
+Entry, State = map(structure, (ENTRY, STATE))
