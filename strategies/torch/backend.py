@@ -28,7 +28,7 @@ from torch import distributed
 
 import collectives as cc
 from collectives import extend
-from strategies.torch import operations, p2p
+from strategies.torch import dispatcher, operations, p2p
 from strategies.torch.ddp_buckets import DdpBuckets, is_ddp_bucket, starts_rebuild
 from strategies.torch.operations import reduction
 from strategies.torch.rendezvous import timeout_seconds
@@ -91,6 +91,7 @@ def create(options: Any) -> UnisonoGroup:
             "`mpirun -np N python train.py`, without rank and world_size"
         )
     keep_join_works()
+    dispatcher.install()
     # Groups of the same ranks may be created at once; the tag keeps their messages apart.
     tag = zlib.crc32(str(options.group_id).encode()) % _TAGS
     limit = timeout_seconds(options.timeout, whole)
@@ -104,6 +105,7 @@ def create(options: Any) -> UnisonoGroup:
 
 
 @extend.known_as("torch.distributed")
+@dispatcher.observable
 class UnisonoGroup(distributed.ProcessGroup):
     """A process group of torch.distributed over a communicator.
 
@@ -126,6 +128,7 @@ class UnisonoGroup(distributed.ProcessGroup):
         # Shared memory exists on one node only.
         self._buckets = DdpBuckets(comm) if comm.size > 1 and comm.num_nodes == 1 else None
         self._name = self._description = ""
+        self._devices = [_HOST]
         # Without threads, every operation runs in the call.
         self._threads = comm.size > 1 and extend.supports_threads(comm)
 
@@ -161,12 +164,18 @@ class UnisonoGroup(distributed.ProcessGroup):
         """Return the group's store."""
         return self._store
 
+    def add_backend(self, device: torch.device, kind: Any, backend: Any) -> None:
+        """Use a backend of PyTorch for tensors on another device."""
+        self._register_backend(device, kind, backend)
+        self._devices.append(device)
+
     @property
     def _device_types(self) -> list[torch.device]:
-        return [_HOST]
+        return self._devices
 
-    def _get_backend(self, device: torch.device) -> UnisonoGroup:
-        return self
+    def _get_backend(self, device: torch.device) -> Any:
+        others = [other.type for other in self._devices if other != _HOST]
+        return super()._get_backend(device) if device.type in others else self
 
     def __repr__(self) -> str:
         return f"UnisonoGroup({self._name or 'no name'}, {self.comm!r})"
@@ -181,7 +190,7 @@ class UnisonoGroup(distributed.ProcessGroup):
             self._queue.run(run)
             return DONE
         # The caller's frame decides, because DDP calls this method like any program.
-        if is_ddp_bucket(tensors[0], extend.caller()):
+        if is_ddp_bucket(tensors[0], dispatcher.calling_frame()):
             return self._reduce_bucket(tensors[0], how)
         return self._start("allreduce", run, opts, tensors)
 
@@ -195,7 +204,7 @@ class UnisonoGroup(distributed.ProcessGroup):
     def broadcast(self, tensors: Tensors, opts: Any = _DEFAULT) -> distributed.Work:
         """Send the root's tensor to every rank."""
         # The broadcast before the second forward pass announces the number of final buckets.
-        if self._buckets is not None and starts_rebuild(extend.caller()):
+        if self._buckets is not None and starts_rebuild(dispatcher.calling_frame()):
             self._buckets.expect(tensors[0].numel())
         run = partial(operations.broadcast, self.comm, tensors[0], opts.rootRank, self._limit)
         return self._start("broadcast", run, opts, tensors)
@@ -299,14 +308,15 @@ class UnisonoGroup(distributed.ProcessGroup):
         message = self._message("send", tensors[0], dest, tag)
         return PendingWork(message, "send", tensors)
 
-    def recv(self, tensors: Tensors, source: int | None, tag: int = 0) -> distributed.Work:
+    def recv(self, tensors: Tensors, source: int, tag: int = 0) -> distributed.Work:
         """Start receiving a tensor from another rank."""
         message = self._message("recv", tensors[0], source, tag)
         return PendingWork(message, "recv", tensors)
 
     def recv_anysource(self, tensors: Tensors, tag: int = 0) -> distributed.Work:
         """Start receiving a tensor from any rank."""
-        return self.recv(tensors, None, tag)
+        message = self._message("recv", tensors[0], None, tag)
+        return PendingWork(message, "recv", tensors)
 
     def barrier(self, opts: Any = _DEFAULT) -> distributed.Work:
         """Wait until every rank has called this."""
@@ -348,10 +358,12 @@ class UnisonoGroup(distributed.ProcessGroup):
         # The communicator stays open if an operation still uses its memory.
         if self._queue.stop(_CLOSE_SECONDS):
             self.comm.close()
+        super().shutdown()  # of other devices' backends
 
     def abort(self) -> None:
         """Reject further operations, without waiting for other ranks."""
         self._queue.stop(0)
+        super().abort()
 
     def _message(
         self, operation: str, tensor: torch.Tensor, peer: int | None, tag: int

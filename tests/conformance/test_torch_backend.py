@@ -177,9 +177,8 @@ def test_tensors_of_any_layout_and_dtype(torch_ranks):
 
 @pytest.mark.parametrize("make", [
     lambda: torch.zeros(2, 2).to_sparse_csr(),
-    lambda: torch.zeros(2, device="meta"),
     lambda: torch.zeros(2, dtype=torch.float8_e4m3fn),
-], ids=["rows of a sparse matrix", "meta", "float8"])  # fmt: skip
+], ids=["rows of a sparse matrix", "float8"])  # fmt: skip
 def test_what_cannot_be_reduced_on_one_rank_is_an_error_on_all(torch_ranks, make):
     rank, size = torch_ranks
     with pytest.raises(TypeError if rank == 0 else cc.MismatchError, match="allreduce"):
