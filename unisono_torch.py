@@ -22,6 +22,9 @@ log = logging.getLogger(__name__)
 # By one of these a process knows that an MPI launcher has started it.
 _LAUNCHED = ("OMPI_COMM_WORLD_SIZE", "PMIX_RANK", "PMI_SIZE", "SLURM_STEP_NUM_TASKS")
 
+# The backend whose groups this library creates instead, on CPUs: "gloo".
+_REPLACE = "UNISONO_TORCH_REPLACE"
+
 # The backend of the current `init_process_group`, which PyTorch does not pass to a rendezvous.
 _backend: ContextVar[str] = ContextVar("backend", default="")
 
@@ -34,6 +37,8 @@ def register() -> None:
     For this backend `init_process_group` then takes rank and size from MPI: a program without a
     launcher is a world of one. For any other backend it does so if an MPI launcher has started the
     program and the environment does not set rank and address.
+
+    With `UNISONO_TORCH_REPLACE=gloo` programs that ask for Gloo get process groups of this library.
 
     It raises nothing: PyTorch could not be imported then.
     """
@@ -48,6 +53,8 @@ def register() -> None:
         if not isinstance(handlers["env"], _Rendezvous):
             handlers["env"] = _Rendezvous(handlers["env"])
             distributed.init_process_group = _record_backend(distributed.init_process_group)
+        if os.environ.get(_REPLACE, "").strip():
+            _replace(distributed.distributed_c10d)
     except Exception as error:
         log.warning("unisono is not a backend of this torch.distributed: %r", error)
 
@@ -70,6 +77,21 @@ def _record_backend(initialise: Callable[..., None]) -> Callable[..., None]:
             _backend.reset(token)
 
     return init_process_group
+
+
+def _replace(c10d: Any) -> None:
+    """Let `strategies.torch.replacement` create all process groups; harmless when repeated."""
+    new_group = c10d._new_process_group_helper
+    if hasattr(new_group, "__wrapped__"):
+        return
+
+    @functools.wraps(new_group)
+    def new_process_group(*args: Any, **kwargs: Any) -> Any:
+        from strategies.torch.replacement import new_process_group
+
+        return new_process_group(new_group, os.environ[_REPLACE].strip(), *args, **kwargs)
+
+    c10d._new_process_group_helper = new_process_group
 
 
 class _Rendezvous:

@@ -194,7 +194,10 @@ EQUAL: dict[str, Literal["world", "node"]] = {
     "UNISONO_SHARED_MEMORY": "node",
     "UNISONO_NCCL": "world",
     "UNISONO_CLUSTER": "world",
+    "UNISONO_TORCH_REPLACE": "world",
 }
 
-VARIABLES = (*_READERS, "UNISONO_CLUSTER", "UNISONO_EVENTS", "UNISONO_FAULT")
+VARIABLES = (
+    *_READERS, "UNISONO_CLUSTER", "UNISONO_EVENTS", "UNISONO_FAULT", "UNISONO_TORCH_REPLACE",
+)  # fmt: skip
 """Variables that the packages read."""

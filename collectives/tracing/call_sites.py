@@ -27,7 +27,10 @@ T = TypeVar("T", bound=Callable[..., Any])
 _OURS = ("collectives.", "strategies.")
 
 # Libraries whose hooks and callbacks call the packages on behalf of the user.
-_BETWEEN = ("torch.", "jax.", "optax.", "unisono_torch")
+_BETWEEN = (
+    "torch.", "jax.", "optax.", "unisono_torch",
+    "accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "transformers.",
+)  # fmt: skip
 
 
 class Site(NamedTuple):

@@ -2,9 +2,11 @@
 
     mpirun -np 4 python -m strategies.torch train.py ARGUMENTS
     mpirun -np 4 python -m strategies.torch -m package.train ARGUMENTS
+    mpirun -np 4 python -m strategies.torch --replace gloo train.py ARGUMENTS
 
 RANK, WORLD_SIZE, LOCAL_RANK, LOCAL_WORLD_SIZE and GROUP_RANK are MPI's numbers. MASTER_ADDR is an
 address of rank 0's machine, and MASTER_PORT a port that is reserved there for the job.
+With `--replace gloo` the process groups of a program that asks for Gloo are this library's.
 """
 
 from __future__ import annotations
@@ -49,5 +51,13 @@ def tell() -> None:
     }
 
 
+def main(command: list[str]) -> int:
+    """Run a command line after `python -m strategies.torch`, and return the exit status."""
+    if command[:1] == ["--replace"]:
+        os.environ["UNISONO_TORCH_REPLACE"], command = "".join(command[1:2]), command[2:]
+        unisono_torch.register()
+    return run_program.run(command, __doc__, tell)
+
+
 if __name__ == "__main__":
-    sys.exit(run_program.run(sys.argv[1:], __doc__, tell))
+    sys.exit(main(sys.argv[1:]))

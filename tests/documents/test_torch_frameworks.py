@@ -1,6 +1,8 @@
-"""Scripts of Accelerate, Lightning and Trainer run over the backend, with one line changed."""
+"""Scripts of Accelerate, Lightning and Trainer run over the backend, unchanged or with a line."""
 
 from __future__ import annotations
+
+import re
 
 import pytest
 
@@ -110,12 +112,27 @@ loss = trainer.evaluate()["eval_loss"]
 weights = trainer.accelerator.gather(model.layer.weight.detach())
 """
 
+# The line that a script needs, and what programs for Gloo have instead.
+INIT = 'torch.distributed.init_process_group("unisono")  # the line that is new\n', ""
+STRATEGY = 'DDPStrategy(process_group_backend="unisono"),  # the line that changed', '"ddp",'
+
+SCRIPTS = pytest.mark.parametrize(
+    ("framework", "script", "line"),
+    [
+        ("accelerate", ACCELERATE, INIT),
+        ("lightning", LIGHTNING, STRATEGY),
+        ("transformers", TRAINER, INIT),
+    ],
+    ids=["accelerate", "lightning", "trainer"],
+)
+
 END = """
 rank = torch.distributed.get_rank()
 weights = weights.reshape(2, 4)
 assert torch.equal(weights[0], weights[1]), weights
 assert loss < 0.05, loss
-print("learnt", torch.distributed.get_backend(), rank, flush=True)
+bits = weights[rank].view(torch.int32).tolist()
+print("learnt", torch.distributed.get_backend(), rank, *bits, flush=True)
 torch.distributed.destroy_process_group()
 """
 
@@ -167,22 +184,34 @@ def metadata(tmp_path):
     return tmp_path
 
 
-def run(folder, text, size=2, **variables):
+def run(folder, text, *before, **variables):
     program = folder / "script.py"
     program.write_text(text)
+    variables["PYTHONPATH"] = str(ROOT)
     # Imports of Lightning or Trainer take 10 s of a core for each rank, on a busy machine 80 s.
-    return mpirun(size, program, folder, timeout=280, PYTHONPATH=str(ROOT), **variables)
+    return mpirun(2, *before, program, folder, timeout=280, **variables)
 
 
-@pytest.mark.parametrize(
-    ("framework", "script"),
-    [("accelerate", ACCELERATE), ("lightning", LIGHTNING), ("transformers", TRAINER)],
-    ids=["accelerate", "lightning", "trainer"],
-)
-def test_a_script_of_a_framework(metadata, framework, script):
+@SCRIPTS
+def test_a_script_of_a_framework(metadata, framework, script, line):
     needs(framework)
+    assert line[0] in script
     result = run(metadata, DATA + script + END).checked()
     assert result.stdout.count("learnt unisono") == 2
+
+
+@SCRIPTS
+def test_a_script_for_gloo_is_run_unchanged(tmp_path, framework, script, line):
+    """With the same parameters to the last bit: two ranks have one order of summation."""
+    needs(framework)
+    text = DATA + script.replace(*line) + END
+    runner = ("-m", "strategies.torch")
+    gloo = run(tmp_path, text, *runner).checked()
+    ours = run(tmp_path, text, *runner, "--replace", "gloo").checked()
+    learnt = [sorted(re.findall("learnt gloo .*", result.stdout)) for result in (gloo, ours)]
+    assert learnt[0] == learnt[1]
+    assert len(learnt[0]) == 2
+    assert (gloo.stderr + ours.stderr).count("unisono: replaces Gloo") == 1
 
 
 def test_workers_of_loaders_are_no_ranks(tmp_path):
