@@ -6,8 +6,12 @@ import ast
 
 from launcher import ROOT
 
-# Public in spite of their underscore: of named tuples, and of the standard library.
-PUBLIC = {"_replace", "_asdict", "_fields", "_make", "_exit", "_getframe", "_current_frames"}
+# Public in spite of their underscore: of named tuples, of the standard library, and PyTorch's
+# functional collectives.
+PUBLIC = {
+    "_replace", "_asdict", "_fields", "_make", "_exit", "_getframe", "_current_frames",
+    "_c10d_functional",
+}  # fmt: skip
 
 
 def reaches(tree):

@@ -31,7 +31,7 @@ from collectives.tracing import call_sites
 from collectives.tracing.peer_status import StatusBoard
 from collectives.tracing.recorder import Record
 
-__all__ = ["FastPath"]
+__all__ = ["FastPath", "is_usable"]
 
 # Calls with one plan before the fast path learns them: a call that never comes again would only
 # replace others.
@@ -87,7 +87,7 @@ class FastPath:
             frame: frame of the operation's caller.
         """
         count = self._learned[id(plan)] = self._learned.get(id(plan), 0) + 1
-        if count < _CALLS_BEFORE or count >= _CALLS_BEFORE + _MOST_LINES or not _is_usable():
+        if count < _CALLS_BEFORE or count >= _CALLS_BEFORE + _MOST_LINES or not is_usable():
             return
         record = group.recorder.newest
         code, instruction = record.caller
@@ -157,7 +157,7 @@ _ITEMS_OF_DICT = 16
 
 
 @functools.cache
-def _is_usable() -> bool:
+def is_usable() -> bool:
     """Return whether the fast path knows this Python and this NumPy."""
     if (
         buffer_address.address_reader() is buffer_address.in_python

@@ -189,7 +189,7 @@ def test_a_call_that_was_interrupted_in_compiled_code_ends_the_communicator(comm
 
 
 def test_an_unknown_python_or_numpy_has_no_fast_path(comm, monkeypatch):
-    monkeypatch.setattr(fast_path, "_is_usable", lambda: False)
+    monkeypatch.setattr(fast_path, "is_usable", lambda: False)
     own = comm.split(0)
     x = np.ones(3)
     for _ in range(TIMES):
@@ -200,4 +200,4 @@ def test_an_unknown_python_or_numpy_has_no_fast_path(comm, monkeypatch):
 @needs_fast_path
 def test_this_python_and_this_numpy_have_one():
     compiled = buffer_address.address_reader() is not buffer_address.in_python
-    assert fast_path._is_usable() == compiled
+    assert fast_path.is_usable() == compiled

@@ -17,6 +17,7 @@ dist = torch.distributed
 # The first dispatch mode of a process imports this. On a busy machine it takes longer than the
 # timeout, so that other ranks would fail in their first exchange.
 import torch._dynamo  # noqa: E402
+from torch._subclasses import FakeTensorMode  # noqa: E402
 from torch.distributed.tensor.debug import CommDebugMode  # noqa: E402
 from torch.testing._internal.two_tensor import TwoTensor  # noqa: E402
 from torch.utils._python_dispatch import TorchDispatchMode  # noqa: E402
@@ -113,7 +114,7 @@ def test_tensors_without_memory_are_not_sent(torch_ranks, name):
     """As on Gloo, a call of one rank alone returns at once."""
     rank, size = torch_ranks
     if rank == size - 1:
-        fake = torch._subclasses.FakeTensorMode()
+        fake = FakeTensorMode()
         with fake:
             SHORT[name](dist.group.WORLD, torch.ones, size)
         if name != "barrier":

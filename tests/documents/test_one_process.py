@@ -62,7 +62,7 @@ PAGES += [f"{d}/{p.name}" for d in ("tutorials", "how-to") for p in sorted((DOCS
 
 def needed(text):
     """Optional packages that a program imports."""
-    found = set(re.findall(r"^import (torch|jax|optax)\b", text, re.MULTILINE))
+    found = set(re.findall(r"^ *import (torch|jax|optax)\b", text, re.MULTILINE))
     return found | ({"sklearn"} if "digits" in text else set())
 
 

@@ -46,8 +46,8 @@ NAMES_OF_OTHERS = {
     "NCCL_DEBUG", "OMPI_MCA_btl_tcp_if_include", "PBS_NODEFILE", "PreemptParameters",
     "SLURM_NODEID", "SyncReplicasOptimizer", "THP_MEM_ALLOC_ENABLE", "TPU_VISIBLE_CHIPS",
     "XLA_PYTHON_CLIENT_MEM_FRACTION", "_register_builtin_comm_hook", "apply_indexed_slices_grad",
-    "exp_1", "send_user_signal", "test_model", "set_per_process_memory_fraction",
-    "stateless_call", "take_indexed_slices_grad",
+    "ddp_backend", "exp_1", "send_user_signal", "test_model",
+    "set_per_process_memory_fraction", "stateless_call", "take_indexed_slices_grad",
 }  # fmt: skip
 
 

@@ -115,7 +115,11 @@ def test_an_elastic_job_outlives_its_ranks(program, tmp_path, capsys):
             {"UNISONO_LAUNCHER": "srun", "UNISONO_MPIRUN_OPTIONS": "--with-ft ulfm"},
             "UNISONO_MPIRUN_OPTIONS is for mpirun, expected options of srun in UNISONO_LAUNCHER",
         ),
-        ("", {"SLURM_HET_SIZE": "2"}, "expected UNISONO_LAUNCHER='srun --mpi=pmix --het-group"),
+        (
+            "",
+            {"UNISONO_LAUNCHER": "srun --mpi=pmix", "SLURM_HET_SIZE": "2"},
+            "expected UNISONO_LAUNCHER='srun --mpi=pmix --het-group",
+        ),
     ],
 )
 def test_mistakes_in_the_job_are_named(
