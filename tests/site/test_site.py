@@ -189,7 +189,7 @@ def test_a_search_finds_names_and_texts(site, page, words):
 
 
 def test_a_search_shows_excerpts_and_leads_to_sections(site, page):
-    assert search(page, site, "jupyter notebooks") == ["faq"]
+    assert search(page, site, "jupyter notebooks") == ["faq", "how-to/notebooks"]
     marked = page.locator("#search-results > li").first.locator("p mark")
     assert set(marked.all_inner_texts()) == {"notebook"}
     page.locator("#search-results > li > a").first.click()
