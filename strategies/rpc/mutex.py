@@ -83,7 +83,7 @@ class MutexLock:
             line if line is not None else _RemoteWaitQueue(service, address)
         )
         self._task = service.task
-        self._own = threading.local()  # `stand`: queue entry of this thread while it holds the lock
+        self._own = threading.local()  # `entry`: queue entry of this thread while it holds the lock
 
     def acquire(self, timeout: float | None = None) -> None:
         """Wait for the lock.
@@ -104,16 +104,16 @@ class MutexLock:
         who = f"{self._task} {next(_numbers)}"
         # Two requests: one stays open for as long as the lock is held, so that the owner notices
         # the end of this task. The other one is answered when the lock is free.
-        stand = _Enqueue(who)
+        entry = _Enqueue(who)
         # One task handles both requests in order, so the entry exists before `_AtHead` arrives.
-        self._where.submit(stand)
+        self._where.submit(entry)
         try:
             perform(self._where, _AtHead(who), "acquire", timeout, f" (lock: {self.name})")
         except BaseException:
             # Leaves the line. Otherwise the lock would pass to a caller that has gone.
-            self._where.abandon(stand)
+            self._where.abandon(entry)
             raise
-        self._own.stand = stand
+        self._own.entry = entry
 
     def release(self) -> None:
         """Release the lock to the next waiting thread.
@@ -126,16 +126,16 @@ class MutexLock:
             raise FailedPreconditionError(
                 f"release: this thread does not hold it (lock: {self.name})"
             )
-        stand, self._own.stand = self._own.stand, None
+        entry, self._own.entry = self._own.entry, None
         # The entry ends early only if the lock was lost, by a reset or a lost task.
-        if stand.done and stand.error is not None:
-            raise stand.error
-        self._where.abandon(stand)
+        if entry.done and entry.error is not None:
+            raise entry.error
+        self._where.abandon(entry)
 
     @property
     def is_held(self) -> bool:
         """Whether this thread has acquired the lock."""
-        return getattr(self._own, "stand", None) is not None
+        return getattr(self._own, "entry", None) is not None
 
     def __enter__(self) -> MutexLock:
         self.acquire()
@@ -173,7 +173,7 @@ class _WaitQueue(OperationOwner):
         self._name = name
         self._lock = threading.Lock()
         # Dicts keep the order of insertion, which makes the lock fair.
-        self._standing: dict[str, PendingOperation] = {}  # caller -> entry, in order of arrival
+        self._entries: dict[str, PendingOperation] = {}  # caller -> entry, in order of arrival
         self._waiting: dict[str, PendingOperation] = {}
 
     def submit(self, attempt: PendingOperation) -> None:
@@ -181,8 +181,8 @@ class _WaitQueue(OperationOwner):
         with self._lock:
             if isinstance(attempt, _Enqueue):
                 # An entry has no reply of its own until it is abandoned.
-                self._standing[attempt.who] = attempt
-            elif attempt.who in self._standing:
+                self._entries[attempt.who] = attempt
+            elif attempt.who in self._entries:
                 self._waiting[attempt.who] = attempt
             else:
                 # The entry was cancelled between the two requests, such as by a reset.
@@ -193,13 +193,13 @@ class _WaitQueue(OperationOwner):
 
     def withdraw(self, attempt: PendingOperation, error: OpError) -> None:
         assert isinstance(attempt, (_Enqueue, _AtHead))
-        line = self._standing if isinstance(attempt, _Enqueue) else self._waiting
+        line = self._entries if isinstance(attempt, _Enqueue) else self._waiting
         with self._lock:
             # The operation has finished already.
             if line.get(attempt.who) is not attempt:
                 return
             del line[attempt.who]
-            holder = next(iter(self._standing), "").partition(" ")[0]
+            holder = next(iter(self._entries), "").partition(" ")[0]
             if isinstance(error, DeadlineExceededError) and holder:
                 error = DeadlineExceededError(f"{error.message}; task {holder} has it")
             attempt.complete(error)
@@ -213,9 +213,9 @@ class _WaitQueue(OperationOwner):
     def cancel_pending(self) -> None:
         """Cancel the holder and all waiting callers."""
         with self._lock:
-            ended = [*self._waiting.values(), *self._standing.values()]
+            ended = [*self._waiting.values(), *self._entries.values()]
             self._waiting.clear()
-            self._standing.clear()
+            self._entries.clear()
             for attempt in ended:
                 attempt.complete(CancelledError(f"{self._name}: the lock is there no more"))
         for attempt in ended:
@@ -224,7 +224,7 @@ class _WaitQueue(OperationOwner):
     def _advance(self) -> None:
         with self._lock:
             # The holder's own request has left `_waiting`, so it is not completed twice.
-            first = next(iter(self._standing), "")
+            first = next(iter(self._entries), "")
             front = self._waiting.pop(first, None)
             if front is not None:
                 front.complete()
@@ -244,7 +244,7 @@ class _RemoteWaitQueue(RemoteAttempts):
         pass
 
 
-def _stand(line: _WaitQueue, work: ServerRequest) -> None:
+def _enqueue(line: _WaitQueue, work: ServerRequest) -> None:
     serve(line, _Enqueue(work.arguments["who"]), work, lambda done: work.reply())
 
 
@@ -261,7 +261,7 @@ _KIND = register_type(
         "MutexLock",
         _make,
         lambda line, description: None,
-        {"hold": _stand, "acquire": _front},
+        {"hold": _enqueue, "acquire": _front},
         _WaitQueue.cancel_pending,
     )
 )
