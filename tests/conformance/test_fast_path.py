@@ -149,30 +149,10 @@ def test_a_mismatch_in_a_learned_call_is_an_error_on_all_ranks(comm):
 
 @needs_fast_path
 @pytest.mark.several
-def test_a_second_thread_is_refused_while_compiled_code_waits(comm):
-    comm.barrier()
-    if not uses_engine(comm):
-        pytest.skip("about the node engine")
-    own = comm.split(0)
-    x = np.ones(3)
-
-    def call():
-        own.allreduce(x, out=x)
-
-    for _ in range(TIMES):
-        call()
-    owner = group_of(own).fast_path.state
-    # As while the kernel runs in another thread.
-    group_of(own).gate = next(iter(group_of(own).plans.values()))
-    owner.owner = 1
-    with pytest.raises(cc.CollectiveError, match="another thread"):
-        call()
-    comm.barrier()
-
-
-@needs_fast_path
-@pytest.mark.several
-def test_a_call_that_was_interrupted_in_compiled_code_ends_the_communicator(comm):
+@pytest.mark.parametrize(
+    ("is_own", "message"), [(False, "another thread"), (True, "KeyboardInterrupt")]
+)
+def test_a_call_while_another_is_in_compiled_code_is_refused(comm, is_own, message):
     comm.barrier()
     if not uses_engine(comm):
         pytest.skip("about the node engine")
@@ -181,9 +161,10 @@ def test_a_call_that_was_interrupted_in_compiled_code_ends_the_communicator(comm
     for _ in range(TIMES):
         own.allreduce(x, out=x)
     group = group_of(own)
+    # As while the kernel runs in another thread, and after an interrupt of this one.
     group.gate = next(iter(group.plans.values()))
-    group.fast_path.state.owner = threading.get_ident()
-    with pytest.raises(cc.CollectiveError, match="KeyboardInterrupt"):
+    group.fast_path.state.owner = threading.get_ident() if is_own else 1
+    with pytest.raises(cc.CollectiveError, match=message):
         own.allreduce(x, out=x)
     comm.barrier()
 
