@@ -153,11 +153,22 @@ def lines(result: Result) -> list[str]:
     return sorted(line for line in result.stdout.splitlines() if line.startswith("rank "))
 
 
+def newest_step(checkpoints: Path) -> int:
+    """The step of the newest checkpoint in a directory, -1 before the first.
+
+    A program may have deleted an older one between two looks: only the newest is waited for.
+    """
+    try:
+        return int((checkpoints / "latest").read_text().strip().removeprefix("step-"))
+    except FileNotFoundError:
+        return -1
+
+
 def asked_to_stop(
-    size: int, *arguments: str | Path, once: Path, timeout: float = 60,
+    size: int, *arguments: str | Path, saves: Path, step: int = 0, timeout: float = 60,
     options: tuple[str, ...] = (), **extra: str,
 ) -> Result:  # fmt: skip
-    """Run `python arguments...` on `size` ranks; send mpirun SIGUSR1 once a path is there."""
+    """Run `python arguments...` on `size` ranks; send mpirun SIGUSR1 once it saved `step`."""
     process = subprocess.Popen(
         [mpirun_path(), *options, "-np", str(size), sys.executable, *map(str, arguments)],
         cwd=ROOT, env=environment(**extra), stdin=subprocess.DEVNULL,
@@ -165,8 +176,8 @@ def asked_to_stop(
     )  # fmt: skip
     try:
         limit = Limit(timeout, extra.get("NUMBA_CACHE_DIR"))
-        while not once.exists():
-            assert limit.left(), f"no {once} within {timeout} s"
+        while (newest := newest_step(saves)) < step:
+            assert limit.left(), f"newest in {saves} after {timeout} s: {newest}, expected {step}"
             time.sleep(0.05)
         process.send_signal(signal.SIGUSR1)
         stdout, stderr = output_of(process, timeout, extra.get("NUMBA_CACHE_DIR"))

@@ -94,9 +94,7 @@ def test_programs_of_other_libraries_stop_when_asked_to_and_resume_with_the_same
 ):
     program = program_of(library, packages)
     parts, whole = tmp_path / "parts", tmp_path / "whole"
-    result = asked_to_stop(
-        2, program, "--checkpoints", parts, "--epochs", "100000", once=parts / "latest"
-    )
+    result = asked_to_stop(2, program, "--checkpoints", parts, "--epochs", "100000", saves=parts)
     assert result.status == 85, result
     epochs = strategies.CheckpointManager(parts).restore_or_none().step + 14
     learns(program, 2, parts, "--resume", "--epochs", epochs)

@@ -52,8 +52,7 @@ def test_training_goes_on_from_a_checkpoint(tmp_path):
 @pytest.mark.parametrize("options", [[], also(["--synchronous"])])
 def test_asked_to_stop_all_tasks_leave_with_a_checkpoint(tmp_path, options):
     arguments = [*options, "--resume", "--checkpoints", str(tmp_path / "run"), "--epochs"]
-    once = tmp_path / "run" / "step-000002"
-    result = asked_to_stop(3, PROGRAM, *arguments, "100000", once=once)
+    result = asked_to_stop(3, PROGRAM, *arguments, "100000", saves=tmp_path / "run", step=2)
     assert result.status == 85, result
     done = strategies.CheckpointManager(tmp_path / "run").restore_or_none().step
     assert done >= 2

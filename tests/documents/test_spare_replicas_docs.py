@@ -32,7 +32,7 @@ def used_in(result):
 def test_asked_to_stop_all_leave_with_a_checkpoint_and_go_on(tmp_path):
     needs("sklearn")
     program = (ROOT / "examples" / "spare_replicas.py", "--checkpoints", tmp_path)
-    result = asked_to_stop(3, *program, "--steps", 10**6, once=tmp_path / "latest")
+    result = asked_to_stop(3, *program, "--steps", 10**6, saves=tmp_path)
     assert result.status == 85, result
     saved = strategies.CheckpointManager(tmp_path).restore_or_none()
     assert any(name.startswith("optimizer/") for name in saved.tensors)

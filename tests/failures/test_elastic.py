@@ -88,7 +88,7 @@ def test_after_a_death_files_are_written_the_job_is_asked_to_stop_and_goes_on_la
     saved, records = tmp_path / "saved", {"UNISONO_RECORDER_DIR": str(tmp_path)}
     arguments = (DIGITS, "--checkpoints", saved, "--save-steps", 10, "--epochs")
     result = asked_to_stop(
-        4, *arguments, 10**5, once=saved / "step-000060", options=FAULT_TOLERANT, **records,
+        4, *arguments, 10**5, saves=saved, step=60, options=FAULT_TOLERANT, **records,
         UNISONO_EVENTS=str(tmp_path / "events"), UNISONO_FAULT="step=42,rank=0,kind=kill",
     )  # fmt: skip
     assert result.status == 85, result

@@ -201,7 +201,7 @@ def test_a_job_with_spare_ranks_is_asked_to_stop_and_goes_on_later_with_the_same
     saved, records = tmp_path / "saved", {"UNISONO_RECORDER_DIR": str(tmp_path)}
     arguments = (DIGITS, "--checkpoints", saved, "--save-steps", 10, "--max-ranks", 3, "--epochs")
     result = asked_to_stop(
-        4, *arguments, 10**5, once=saved / "step-000040", options=FAULT_TOLERANT,
+        4, *arguments, 10**5, saves=saved, step=40, options=FAULT_TOLERANT,
         UNISONO_EVENTS=str(tmp_path / "events"), UNISONO_FAULT="step=22,rank=0,kind=kill",
         **records,
     )  # fmt: skip
