@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import ctypes
 import functools
 import sys
-from typing import Any
+from typing import Any, NamedTuple
 
 import ml_dtypes
 import numpy as np
@@ -14,7 +15,7 @@ from collectives.arrays.adapter import ArrayAdapter, DeviceArray, dense_axes, ov
 from collectives.arrays.cuda_adapter import has_cupy, load_cupy
 from collectives.arrays.device import Device, DeviceBuffer, is_added, stored_as
 
-__all__ = ["as_tensor", "elements_of", "tensor"]
+__all__ = ["TensorFunctions", "as_tensor", "elements_of", "tensor", "tensor_functions"]
 
 
 def tensor(x: Any, torch: Any) -> ArrayAdapter:
@@ -162,3 +163,47 @@ def _added_dtype(dtype: Any) -> np.dtype[Any] | None:
 def _tensor_dtype(dtype: Any) -> np.dtype[Any]:
     torch: Any = sys.modules["torch"]
     return elements_of(torch.empty(0, dtype=dtype)).dtype
+
+
+class TensorFunctions(NamedTuple):
+    """What compiled code needs to see tensors of the class itself, not parameters.
+
+    Attributes:
+        tensor: the class.
+        describe: address of the C function that fills in a `DLTensor` without taking a reference.
+        is_neg, empty_like, increment_version: functions of PyTorch.
+    """
+
+    tensor: Any
+    describe: int
+    is_neg: Any
+    empty_like: Any
+    increment_version: Any
+
+
+# DLPack's `DLPackExchangeAPI`, since 1.2: the major version in the first half of the first word,
+# then functions as addresses.
+_EXCHANGE_MAJOR, _DESCRIBE = 1, 5
+
+
+def tensor_functions(x: object) -> TensorFunctions | None:
+    """Return the functions for a tensor; None for other objects, and if PyTorch lacks one."""
+    torch = sys.modules.get("torch")
+    kind = getattr(torch, "Tensor", None)  # absent while PyTorch is being imported
+    return _tensor_functions(torch) if type(x) is kind else None
+
+
+@functools.cache
+def _tensor_functions(torch: Any) -> TensorFunctions | None:
+    capsule = getattr(torch.Tensor, "__dlpack_c_exchange_api__", None)  # since PyTorch 2.10
+    if capsule is None:
+        return None
+    pointer = ctypes.pythonapi.PyCapsule_GetPointer
+    pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
+    table = pointer(capsule, b"dlpack_exchange_api")
+    if ctypes.c_uint32.from_address(table).value != _EXCHANGE_MAJOR:
+        return None
+    return TensorFunctions(
+        torch.Tensor, ctypes.c_int64.from_address(table + 8 * _DESCRIBE).value,
+        torch.Tensor.is_neg, torch.empty_like, torch.autograd.graph.increment_version,
+    )  # fmt: skip

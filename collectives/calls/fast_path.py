@@ -2,11 +2,12 @@
 
 The function (`collectives.kernels.fast_path_kernel`) compares a call with up to `MOST_ENTRIES`
 known ones: the caller's code and instruction, dtype and options by identity, shapes by value. It
-then does what `plan_cache.run_cached` and `NodeCall.repeat` do for a plan of the node engine: sets
-the gate, numbers and records the call, notes it on the status board, and runs the kernel. So flight
-records and errors are those of other calls. Any other call returns None, and nothing has happened.
+sees PyTorch's tensors on the host by DLPack's C interface, without a NumPy array. It then does what
+`plan_cache.run_cached` and `NodeCall.repeat` do for a plan of the node engine: sets the gate,
+numbers and records the call, notes it on the status board, and runs the kernel. So flight records
+and errors are those of other calls. Any other call returns None, and nothing has happened.
 
-Cost: 0.3 us per call besides the kernel, 0.9 us in Python.
+Cost: 0.3 us per call besides the kernel, 0.9 us in Python; for a tensor 0.7 us instead of 3 to 5.
 """
 
 from __future__ import annotations
@@ -18,12 +19,14 @@ from typing import Any
 
 import numpy as np
 
-from collectives.arrays.host_arrays import Array, address
+from collectives.arrays import torch_adapter
+from collectives.arrays.host_arrays import address
 from collectives.kernels import buffer_address, machine_code
 from collectives.kernels.fast_path_layout import (
     MOST_AXES,
     MOST_ENTRIES,
     MOST_OPTIONS,
+    TENSOR,
     Entry,
     State,
 )
@@ -52,8 +55,8 @@ class FastPath:
     """Calls of one group that compiled code repeats.
 
     Attributes:
-        repeat: called with array, result or None, caller's frame, timeout and options. Returns the
-            result; None if the call is unknown, and nothing has happened.
+        repeat: called with array or tensor, result or None, caller's frame, timeout and options.
+            Returns the result; None if the call is unknown, and nothing has happened.
         state: number and owner of the call under way; see `fast_path_layout.STATE`.
     """
 
@@ -74,7 +77,7 @@ class FastPath:
         self._learned.clear()
 
     def learn(
-        self, group: Any, plan: Any, options: tuple[object, ...], x: Array, out: Any,
+        self, group: Any, plan: Any, options: tuple[object, ...], x: Any, out: Any,
         frame: FrameType,
     ) -> None:  # fmt: skip
         """Learn the call that has just ended, after some calls with its plan.
@@ -83,11 +86,14 @@ class FastPath:
             group: the `Group` of this fast path.
             plan: a `NodeCall` whose `arrays` is not 0.
             options: as given to `repeat`.
-            x, out: arguments of the call.
+            x, out: arguments of the call; not learned if `x` is no array, tensor or parameter.
             frame: frame of the operation's caller.
         """
         count = self._learned[id(plan)] = self._learned.get(id(plan), 0) + 1
         if count < _CALLS_BEFORE or count >= _CALLS_BEFORE + _MOST_LINES or not is_usable():
+            return
+        number = id(x.dtype) if type(x) is np.ndarray else self._number_of(x)
+        if not number or (out is not None and type(out) is not type(x)):
             return
         record = group.recorder.newest
         code, instruction = record.caller
@@ -111,7 +117,7 @@ class FastPath:
         entry.instruction, entry.in_place = instruction, out is x
         entry.count = len(options)
         entry.options[: len(options)] = [id(option) for option in options]
-        entry.dtype, entry.axes = id(x.dtype), x.ndim
+        entry.dtype, entry.axes = number, x.ndim
         entry.shape[: x.ndim] = x.shape
         entry.plan, entry.block, entry.addresses = id(plan), id(plan.block), plan.arrays
         entry.kernel = _code_address(plan.kernel)
@@ -122,6 +128,24 @@ class FastPath:
         entry.code = id(code)
         self._next += 1
         self.state.known = min(self._next, MOST_ENTRIES)
+
+    def _number_of(self, x: Any) -> int:
+        """Return DLPack's number of a tensor's dtype, 0 for what compiled code cannot read."""
+        functions = torch_adapter.tensor_functions(x)
+        # Complex tensors may be lazily conjugated.
+        if functions is None or x.is_complex():
+            return 0
+        state = self.state
+        if not state.tensor_type:
+            state.describe, state.is_neg = functions.describe, id(functions.is_neg)
+            state.tensor_like, state.false = id(functions.empty_like), id(False)
+            state.mark_written = id(functions.increment_version)
+            state.tensor_type = id(functions.tensor)
+        kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
+        described = np.zeros(1, TENSOR)
+        kind(functions.describe)(x, address(described))
+        code, bits, lanes = (int(described[name][0]) for name in ("code", "bits", "lanes"))
+        return code + (bits << 8) + (lanes << 16)
 
     def _bind(self, group: Any, board: StatusBoard, complete: Any) -> None:
         """Store the addresses that do not change, and load the function."""

@@ -13,7 +13,7 @@ from numba import njit, types
 
 from collectives.kernels import numba_compiler
 from collectives.kernels.buffer_address_kernel import are_apart, array, fits, is_contiguous
-from collectives.kernels.fast_path_layout import ENTRY, STATE
+from collectives.kernels.fast_path_layout import ENTRY, STATE, TENSOR
 from collectives.kernels.intrinsics import call_words, copy, load, pointer, record, store
 from collectives.kernels.structures import offsets
 
@@ -26,7 +26,9 @@ _LENGTH = np.dtype([("bytes", "u2")])
 _BEFORE_OPTIONS = 4
 
 _ENTRY, _STATE = offsets(ENTRY), offsets(STATE)
-_ENTRY_BYTES = ENTRY.itemsize
+_ENTRY_BYTES, _TENSOR_BYTES = ENTRY.itemsize, TENSOR.itemsize
+
+_CPU = 1  # device type of DLPack
 
 # Objects are passed as their addresses.
 _take: Any = types.ExternalFunction("Py_IncRef", types.void(types.int64))
@@ -48,31 +50,114 @@ def _set(slot: Any, new: Any) -> None:
 
 
 @njit
-def _is_same_call(at: Any, options: Any, count: Any, x: Any) -> bool:
-    """Return whether a call has the options, dtype and shape of an entry."""
-    entry = record(at, ENTRY)
-    if entry.count != count or entry.dtype != x.descr or entry.axes != x.ndim:
-        return False
-    for i in range(count):
-        if load(options + _WORD * i) != load(at + _ENTRY.options + _WORD * i):
-            return False
-    for axis in range(x.ndim):  # noqa: SIM110 (numba compiles no generator expression)
-        if load(x.shape + _WORD * axis) != load(at + _ENTRY.shape + _WORD * axis):
+def _same_words(a: Any, b: Any, count: Any) -> bool:
+    for i in range(count):  # noqa: SIM110 (numba compiles no generator expression)
+        if load(a + _WORD * i) != load(b + _WORD * i):
             return False
     return True
 
 
 @njit
-def _find(state: Any, given: Any, count: Any) -> int:
+def _is_negated(state: Any, argument: Any) -> bool:
+    """Return whether other numbers than a tensor's are in its memory; True also if unknown."""
+    answer = call_words(state.call, state.is_neg, argument, 1, 0)
+    if not answer:
+        _clear_error()
+        return True
+    _drop(answer)
+    return bool(answer != state.false)
+
+
+@njit
+def _describe(state: Any, tensor: Any, at: Any) -> bool:
+    """Describe a tensor at an address; return whether it is on the host and in C order."""
+    # An int, in the lower half of the word.
+    if call_words(state.describe, tensor, at, 0, 0) & 0xFFFFFFFF:
+        _clear_error()
+        return False
+    x = record(at, TENSOR)
+    if x.device_type != _CPU or x.byte_offset or not x.data:
+        return False
+    expected = 1
+    for i in range(x.axes):
+        axis = _WORD * (x.axes - 1 - i)
+        length = load(x.shape + axis)
+        # Axes of length 1 have arbitrary strides.
+        if x.strides and length != 1 and load(x.strides + axis) != expected:
+            return False
+        expected *= length
+    return True
+
+
+@njit
+def _dtype_number(x: Any) -> int:
+    return (x.lanes << 16) + (x.bits << 8) + x.code
+
+
+@njit
+def _are_alike(x: Any, out: Any) -> bool:
+    """Return whether two tensors in C order have one dtype and shape, and share no memory."""
+    if (
+        _dtype_number(x) != _dtype_number(out)
+        or x.axes != out.axes
+        or not _same_words(x.shape, out.shape, x.axes)
+    ):
+        return False
+    nbytes = x.bits * x.lanes // 8
+    for axis in range(x.axes):
+        nbytes *= load(x.shape + _WORD * axis)
+    between = out.data - x.data
+    return bool(between >= nbytes or -between >= nbytes)
+
+
+@njit
+def _are_usable(state: Any, given: Any, tensors: Any) -> bool:
+    """Return whether a call's arrays are in C order, and its result fits.
+
+    Tensors are described at the address `tensors`.
+    """
+    first, second = load(given), load(given + _WORD)
+    x, out = array(first), array(second)
+    has_out = second not in (state.none, first)
+    if x.type == state.array_type:
+        return is_contiguous(x) and (
+            (second == first and fits(x, x)) or not has_out or (fits(x, out) and are_apart(x, out))
+        )
+    if not state.tensor_type or x.type != state.tensor_type:
+        return False
+    if not has_out:
+        return not _is_negated(state, given) and _describe(state, first, tensors)
+    return (
+        out.type == state.tensor_type
+        # Before anything is described, because this may run Python.
+        and not _is_negated(state, given)
+        and not _is_negated(state, given + _WORD)
+        and _describe(state, first, tensors)
+        and _describe(state, second, tensors + _TENSOR_BYTES)
+        and _are_alike(record(tensors, TENSOR), record(tensors + _TENSOR_BYTES, TENSOR))
+    )
+
+
+@njit
+def _find(state: Any, given: Any, count: Any, tensors: Any) -> int:
     """Return the address of the entry of a call; 0 if it is unknown or may not begin."""
     none = state.none
     timeout = load(given + 3 * _WORD)
-    if not state.enabled or load(state.gate) != none or timeout != none or load(state.attributed):
+    if (
+        not state.enabled
+        or timeout != none
+        or load(state.attributed)
+        or not _are_usable(state, given, tensors)
+        or load(state.gate) != none  # last, because another thread may have called meanwhile
+    ):
         return 0
     first, second = load(given), load(given + _WORD)
     x = array(first)
-    if x.type != state.array_type or not is_contiguous(x):
-        return 0
+    dtype, axes, shape = x.descr, x.ndim, x.shape
+    if x.type != state.array_type:
+        tensor = record(tensors, TENSOR)
+        dtype, axes, shape = _dtype_number(tensor), tensor.axes, tensor.shape
+    options = given + _BEFORE_OPTIONS * _WORD
     frame = load(given + 2 * _WORD)
     code = _code_of(frame)
     _drop(code)  # the frame keeps it
@@ -85,13 +170,29 @@ def _find(state: Any, given: Any, count: Any) -> int:
             entry.code == code
             and entry.instruction == instruction
             and entry.in_place == (first == second)
-            and _is_same_call(at, given + _BEFORE_OPTIONS * _WORD, count - _BEFORE_OPTIONS, x)
+            and entry.count == count - _BEFORE_OPTIONS
+            and entry.dtype == dtype
+            and entry.axes == axes
+            and _same_words(options, at + _ENTRY.options, entry.count)
+            and _same_words(shape, at + _ENTRY.shape, axes)
         ):
-            if second == none:
-                return at
-            out = array(second)
-            return at if fits(x, out) and (first == second or are_apart(x, out)) else 0
+            return at
     return 0
+
+
+@njit
+def _target(state: Any, first: Any, result: Any, tensors: Any) -> int:
+    """Return the address of a result's elements, 0 for a tensor of another kind than its input."""
+    made = array(result)
+    if made.type == state.array_type:
+        return int(made.data)
+    if result == first:
+        return int(record(tensors, TENSOR).data)
+    described = tensors + _TENSOR_BYTES
+    if made.type != state.tensor_type or not _describe(state, result, described):
+        return 0
+    found = record(described, TENSOR)
+    return int(found.data) if _are_alike(record(tensors, TENSOR), found) else 0
 
 
 @njit
@@ -125,19 +226,27 @@ def _repeat(owner: int, given: int, count: int) -> int:
     at = numba_compiler.to_number(pointer(owner))
     state = record(at, STATE)
     none = state.none
-    found = _find(state, given, count)
+    tensors = at + _STATE.given
+    found = _find(state, given, count, tensors)
     if not found:
         _take(none)
         return none
     entry = record(found, ENTRY)
     first, result = load(given), load(given + _WORD)
-    if result != none:
+    is_new = result == none
+    are_tensors = array(first).type != state.array_type
+    send = record(tensors, TENSOR).data if are_tensors else array(first).data
+    if not is_new:
         _take(result)
+    elif are_tensors:
+        result = call_words(state.call, state.tensor_like, given, 1, 0)
     else:
         result = call_words(state.new_like, first, 0, 0, 0)
+    target = _target(state, first, result, tensors) if result else 0
     number = state.number + 1
     number_object = numba_compiler.from_number(number)
-    if not result or not number_object:  # out of memory: the full call informs the other ranks
+    # Without memory the full call informs the other ranks.
+    if not target or not number_object or load(state.gate) != none:
         _clear_error()
         if result:
             _drop(result)
@@ -151,8 +260,8 @@ def _repeat(owner: int, given: int, count: int) -> int:
     store(state.gate, plan)
     state.owner = _thread()
     made = _begin(state, entry, number, number_object)
-    store(entry.addresses, array(first).data)
-    store(entry.addresses + _WORD, array(result).data)
+    store(entry.addresses, send)
+    store(entry.addresses + _WORD, target)
     arguments = at + _STATE.arguments
     store(arguments, entry.block)
     store(arguments + _WORD, load(made + state.times))
@@ -163,19 +272,26 @@ def _repeat(owner: int, given: int, count: int) -> int:
         store(arguments + _WORD, status_object)
         store(arguments + 2 * _WORD, result)
         completed = call_words(state.call, state.complete, arguments, 3, 0)
-        _drop(status_object)
         _drop(result)
         _drop(none)  # `complete` has stored a reference of its own
-        return completed
+        result = completed
+    else:
+        # The group may have become unusable meanwhile.
+        unusable = load(state.unusable)
+        store(state.gate, unusable)
+        if unusable != none:
+            _take(unusable)
+            _drop(none)
+        _drop(plan)
+        state.owner = 0
     _drop(status_object)
-    # The group may have become unusable meanwhile.
-    unusable = load(state.unusable)
-    store(state.gate, unusable)
-    if unusable != none:
-        _take(unusable)
-        _drop(none)
-    _drop(plan)
-    state.owner = 0
+    if are_tensors and result and not is_new:
+        # Lets autograd refuse a backward pass that needs the old elements.
+        answer = call_words(state.call, state.mark_written, given + _WORD, 1, 0)
+        if not answer:
+            _drop(result)
+            return 0
+        _drop(answer)
     return result
 
 

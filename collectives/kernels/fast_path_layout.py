@@ -10,7 +10,9 @@ import numpy as np
 
 from collectives.kernels.structures import structure
 
-__all__ = ["ENTRY", "MOST_AXES", "MOST_ENTRIES", "MOST_OPTIONS", "STATE", "Entry", "State"]
+__all__ = [
+    "ENTRY", "MOST_AXES", "MOST_ENTRIES", "MOST_OPTIONS", "STATE", "TENSOR", "Entry", "State",
+]  # fmt: skip
 
 # Options of a call after its array, result, frame and timeout.
 MOST_OPTIONS = 6
@@ -20,6 +22,22 @@ MOST_AXES = 4
 # Calls of different lines, dtypes, shapes or options that are known at a time.
 MOST_ENTRIES = 16
 
+# DLPack's DLTensor.
+TENSOR = np.dtype(
+    [
+        ("data", "i8"),  # address, as shape and strides
+        ("device_type", "i4"),
+        ("device_id", "i4"),
+        ("axes", "i4"),
+        ("code", "u1"),  # kind of number
+        ("bits", "u1"),
+        ("lanes", "u2"),
+        ("shape", "i8"),
+        ("strides", "i8"),  # in elements; 0 in C order
+        ("byte_offset", "i8"),
+    ]
+)
+
 ENTRY = np.dtype(
     [
         # A call is repeated if all of these are equal:
@@ -27,7 +45,7 @@ ENTRY = np.dtype(
         ("instruction", "i8"),
         ("count", "i8"),  # of options
         ("options", "i8", MOST_OPTIONS),  # objects
-        ("dtype", "i8"),  # object
+        ("dtype", "i8"),  # object; for a tensor the number of DLPack
         ("axes", "i8"),
         ("shape", "i8", MOST_AXES),
         ("in_place", "i8"),  # whether the result is the array itself
@@ -79,8 +97,16 @@ STATE = np.dtype(
         ("call", "i8"),  # PyObject_Vectorcall
         ("instruction_of", "i8"),  # PyFrame_GetLasti
         ("new_like", "i8"),  # PyArray_NewLikeArray
+        # Of PyTorch, 0 until a tensor's call is known:
+        ("tensor_type", "i8"),  # object
+        ("describe", "i8"),  # address of `dltensor_from_py_object_no_sync`
+        ("is_neg", "i8"),  # object, `torch.Tensor.is_neg`
+        ("tensor_like", "i8"),  # object, `torch.empty_like`
+        ("mark_written", "i8"),  # object, `torch.autograd.graph.increment_version`
+        ("false", "i8"),  # object
         ("complete", "i8"),  # object, `NodeCall.complete`
         ("arguments", "i8", 3),  # of the kernel, and of `complete`
+        ("given", "i8", 2 * TENSOR.itemsize // 8),  # two of `TENSOR`: array and result
     ]
 )
 

@@ -47,11 +47,13 @@ class NoPlan(Exception):
 
 
 def run_cached(
-    group: Group, key: Key, x: Any, out: Any, timeout: float | None, frame: FrameType
-) -> Any:
+    group: Group, key: Key, x: Any, out: Any, timeout: float | None, frame: FrameType,
+    given: tuple[Any, Any] | None = None,
+) -> Any:  # fmt: skip
     """Repeat an earlier call with its plan.
 
-    Args as the caller's; `frame` is the frame of the caller's caller.
+    Args as the caller's; `frame` is the frame of the caller's caller, `given` the caller's array
+    and result if those of this call are adapted.
 
     Returns:
         `out`, or a new array with the result.
@@ -61,7 +63,8 @@ def run_cached(
         Others as `PreparedCall.run`.
     """
     if type(x) is not np.ndarray:
-        return _run_adapted(run_cached, group, key, x, out, timeout, frame)
+        array, target, finish = _adapt(group, key, x, out)
+        return finish(run_cached(group, key, array, target, timeout, frame, (x, out)))
     dtype, shape = x.dtype, x.shape
     # A reduction in shared memory in place has a kernel and a plan of its own.
     place = _place(group, x) if out is x else None
@@ -87,7 +90,8 @@ def run_cached(
         return _run_checked(group, key, plan, x, out, timeout, frame)
     plan.repeat(timeout, frame)
     if timeout is None:
-        group.fast_path.learn(group, plan, key, x, out, frame)
+        array, target = given or (x, out)
+        group.fast_path.learn(group, plan, key, array, target, frame)
     return result
 
 
@@ -139,7 +143,8 @@ def run_cached_into(
     One array may be a part of the other, at the offset that the plan expects.
     """
     if type(x) is not np.ndarray:
-        return _run_adapted(run_cached_into, group, key, x, out, timeout, frame)
+        array, target, finish = _adapt(group, key, x, out)
+        return finish(run_cached_into(group, key, array, target, timeout, frame))
     plan = _find(group, key, x)
     # The full call reports a wrong timeout to the other ranks.
     if type(out) is not np.ndarray or not is_timeout(timeout):
@@ -171,20 +176,6 @@ def run_cached_send(group: Group, key: Key, x: Any, timeout: float | None, frame
     if not x.flags.c_contiguous or not is_timeout(timeout):
         raise NoPlan
     return plan.run(x, None, timeout, frame)
-
-
-def _run_adapted(
-    run: Callable[..., Any],
-    group: Group,
-    key: Key,
-    x: Any,
-    out: Any,
-    timeout: float | None,
-    frame: FrameType,
-) -> Any:
-    """Run a lookup with an argument that is not a NumPy array."""
-    array, target, finish = _adapt(group, key, x, out)
-    return finish(run(group, key, array, target, timeout, frame))
 
 
 def _adapt(group: Group, key: Key, x: Any, out: Any) -> tuple[Array, Any, Callable[[Array], Any]]:

@@ -13,6 +13,7 @@ import oracle
 from collectives.calls import fast_path
 from collectives.communicator import group_of
 from collectives.kernels import buffer_address
+from requirements import installed
 
 # More than a call is repeated before the fast path learns it.
 TIMES = 6
@@ -113,12 +114,16 @@ def test_records_number_name_and_place_every_call(comm):
     assert reductions[0]["state"] == "done"
 
 
-def test_references_do_not_grow(comm):
-    x, out, dtype = np.ones(3), np.empty(3), np.dtype("f8")
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_references_do_not_grow(comm, library):
+    ones = installed(library).ones
+    x, out = ones(3), ones(3)
+    dtype = x.dtype
 
     def counts():
         code = sys._getframe(1).f_code
-        return [sys.getrefcount(o) for o in (x, out, dtype, cc.SUM, code, "auto", 1 << 40)]
+        shared = (dtype, cc.SUM, code, "auto", None, True, False, type(x))
+        return [sys.getrefcount(o) for o in (x, out, *shared)]
 
     def calls(times):
         for _ in range(times):
@@ -131,6 +136,102 @@ def test_references_do_not_grow(comm):
     # Ranks that are threads share some of the objects.
     grown = [after - count for count, after in zip(before, counts(), strict=True)]
     assert max(map(abs, grown)) < 1500, grown
+
+
+TENSORS = {
+    "float32": lambda torch: torch.arange(6.0),
+    "bfloat16": lambda torch: torch.arange(6.0, dtype=torch.bfloat16),
+    "int64": lambda torch: torch.arange(6).reshape(2, 3),
+    "bool": lambda torch: torch.tensor([True, False]),
+    "complex64": lambda torch: torch.ones(2, dtype=torch.complex64).conj(),
+    "no axes": lambda torch: torch.tensor(3.0),
+    "five axes": lambda torch: torch.ones(1, 2, 1, 2, 1),
+    "empty": lambda torch: torch.ones(0, 2),
+    "strided": lambda torch: torch.arange(6.0).reshape(2, 3).T,
+    "a part": lambda torch: torch.arange(8.0)[1:5],
+    "with gradient": lambda torch: torch.ones(3, requires_grad=True),
+    "a parameter": lambda torch: torch.nn.Parameter(torch.ones(3)),
+    "of inference": lambda torch: torch.inference_mode()(torch.ones)(3),
+    "negated": lambda torch: torch.ones(1, dtype=torch.complex64).conj().imag,
+}
+
+
+@pytest.mark.parametrize("make", TENSORS.values(), ids=TENSORS)
+@pytest.mark.parametrize("place", ["new", "elsewhere", "in place"])
+def test_results_of_tensors_are_those_of_the_first_call(comm, make, place):
+    torch = installed("torch")
+    calls = {
+        "allreduce": lambda x, out: comm.allreduce(x, op=cc.MAX, out=out),
+        "broadcast": lambda x, out: comm.broadcast(x, comm.size - 1, out=out),
+        "reduce": lambda x, out: comm.reduce(x, comm.size - 1, op=cc.MAX, out=out),
+    }
+    if make(torch).is_complex():  # MAX is not defined
+        del calls["allreduce"], calls["reduce"]
+    for call in calls.values():
+        for _ in range(TIMES):
+            x = make(torch)
+            out = {"new": None, "elsewhere": torch.zeros_like(x.detach()), "in place": x}[place]
+            result = call(x, out)
+            if result is not None:
+                assert result is out or (out is None and not result.requires_grad)
+                assert result.tolist() == make(torch).tolist()
+                assert (result.dtype, result.shape) == (x.dtype, x.shape)
+
+
+@needs_fast_path
+def test_calls_with_tensors_are_learned_beside_those_with_arrays(comm):
+    torch = installed("torch")
+    own = comm.split(0)
+    for x in (torch.ones(3), np.ones(3, "f4"), torch.ones(3, dtype=torch.float64)):
+        for _ in range(TIMES):
+            own.allreduce(x, op=cc.SUM)
+    assert learned(own) == (3 if uses_engine(comm) else 0)
+
+
+def test_other_tensors_after_learned_ones_have_results_of_their_own(comm):
+    torch = installed("torch")
+
+    def call(x, out=None):
+        return comm.allreduce(x, op=cc.SUM, out=out)
+
+    x, total = torch.arange(6.0), [comm.size * i for i in range(6)]
+    for _ in range(TIMES):
+        call(x)
+        call(x, x.clone())
+    for _ in range(TIMES):
+        assert call(x, torch.zeros(6)).tolist() == total
+        assert call(x, np.zeros(6, "f4")).tolist() == total
+        assert call(x.numpy()).tolist() == total
+        assert call(x.double()).dtype == torch.float64
+        assert call(x.reshape(2, 3)).tolist() == [total[:3], total[3:]]
+        assert call(torch.stack([x, x], dim=1)[:, 0]).tolist() == total
+        assert call(-torch._neg_view(x)).tolist() == total
+        assert call(torch._neg_view(x)).tolist() == [-number for number in total]
+        both = torch.cat([x, x])
+        assert call(both[:6], both[3:9]).tolist() == total  # partial overlap
+        assert call(x, both.expand(1, 12)[0, 6:]).tolist() == total
+    for refused in (torch.zeros(5), torch.zeros(6, dtype=torch.float64), torch.zeros(1).expand(6)):
+        with pytest.raises((TypeError, ValueError), match="allreduce: out"):
+            call(x, refused)
+    with pytest.raises(TypeError, match="cannot be read"):
+        call(torch.empty(6, device="meta"))
+    assert call(x).tolist() == total
+
+
+def test_autograd_sees_that_a_learned_call_has_written(comm):
+    torch = installed("torch")
+    x, out = torch.ones(3), torch.ones(3)
+    for step in range(TIMES):
+        for place in (x, out):
+            before = place._version, x._version
+            comm.allreduce(x, op=cc.MAX, out=place)
+            assert place._version > before[0], step
+            assert place is x or x._version == before[1]
+    weight = torch.ones(3, requires_grad=True)
+    loss = (weight * x).sum()
+    comm.allreduce(x, op=cc.MAX, out=x)
+    with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+        loss.backward()
 
 
 @pytest.mark.several
