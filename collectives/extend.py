@@ -12,11 +12,15 @@ Example:
 
 from __future__ import annotations
 
-from typing import TypeVar
+from collections.abc import Callable
+from typing import Any, TypeVar
 
 from collectives import world
+from collectives.arrays.host_arrays import Array
+from collectives.arrays.reduction import Op
 from collectives.arrays.torch_adapter import as_tensor, elements_of
 from collectives.calls.call import begin_call
+from collectives.calls.fast_path import Given
 from collectives.channel import channel
 from collectives.channel.channel import Channel
 from collectives.communicator import Communicator, group_of, open_communicators
@@ -27,6 +31,8 @@ from collectives.core.references import is_referenced_elsewhere
 from collectives.core.visible_gpus import visible_gpus
 from collectives.launch import processes
 from collectives.launch.launcher import launcher_rank, launcher_world_size
+from collectives.operations import plan_cache
+from collectives.operations.reduce import allreduce
 from collectives.tracing.call_sites import (
     CallOrigin,
     caller,
@@ -39,6 +45,7 @@ __all__ = [
     "BackgroundThread",
     "CallOrigin",
     "Channel",
+    "allreduce_elements",
     "as_tensor",
     "caller",
     "calls_from",
@@ -82,6 +89,40 @@ def open_channel(comm: Communicator) -> Channel:
         return channel.open_channel(
             group.transport, mailbox, group.leaders, call.deadline, group.dead_here
         )
+
+
+def allreduce_elements(
+    comm: Communicator, tensor: Any, op: Op, timeout: float, view: Callable[[Any], Array | None]
+) -> bool:
+    """Reduce a PyTorch tensor in place; autograd does not see that it was written.
+
+    Args:
+        comm: communicator.
+        tensor: a tensor on the host.
+        op: operation for its dtype.
+        timeout: seconds.
+        view: returns the elements in C order, None if a copy is needed. Not called if the fast path
+            knows the call.
+
+    Returns:
+        False if `view` has returned None; then nothing has happened.
+
+    Raises:
+        As `allreduce`.
+    """
+    group, frame = group_of(comm), caller()
+    key = ("allreduce", op, "auto", None, 1, 1)
+    if group.fast_path.repeat(tensor, tensor, frame, timeout, *key) is not None:
+        return True
+    x = view(tensor)
+    if x is None:
+        return False
+    try:
+        given = Given(tensor, tensor, marks=False)
+        plan_cache.run_cached(group, key, x, x, timeout, frame, given)
+    except plan_cache.NoPlan:
+        allreduce(group, x, op=op, out=x, timeout=timeout)
+    return True
 
 
 def describe_ranks(comm: Communicator, *ranks: int) -> str:

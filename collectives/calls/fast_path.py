@@ -1,7 +1,7 @@
 """Fast path: a call that equals an earlier one from the same line runs as one C function.
 
 The function (`collectives.kernels.fast_path_kernel`) compares a call with up to `MOST_ENTRIES`
-known ones: the caller's code and instruction, dtype and options by identity, shapes by value. It
+known ones: the program's code and instruction, dtype and options by identity, shapes by value. It
 sees PyTorch's tensors on the host by DLPack's C interface, without a NumPy array. It then does what
 `plan_cache.run_cached` and `NodeCall.repeat` do for a plan of the node engine: sets the gate,
 numbers and records the call, notes it on the status board, and runs the kernel. So flight records
@@ -15,7 +15,7 @@ from __future__ import annotations
 import ctypes
 import functools
 from types import FrameType
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 
@@ -34,7 +34,7 @@ from collectives.tracing import call_sites
 from collectives.tracing.peer_status import StatusBoard
 from collectives.tracing.recorder import Record
 
-__all__ = ["FastPath", "is_usable"]
+__all__ = ["FastPath", "Given", "is_usable"]
 
 # Calls with one plan before the fast path learns them: a call that never comes again would only
 # replace others.
@@ -49,6 +49,20 @@ _NEW_LIKE_ARRAY = 277
 
 def _unknown(*call: object) -> None:
     """Return None: no call is known."""
+
+
+class Given(NamedTuple):
+    """Arguments of a call as the program gave them.
+
+    Attributes:
+        x: array or tensor.
+        out: for the result; None for a new one.
+        marks: whether autograd is told that the tensor `out` was written.
+    """
+
+    x: Any
+    out: Any
+    marks: bool = True
 
 
 class FastPath:
@@ -77,8 +91,8 @@ class FastPath:
         self._learned.clear()
 
     def learn(
-        self, group: Any, plan: Any, options: tuple[object, ...], x: Any, out: Any,
-        frame: FrameType,
+        self, group: Any, plan: Any, options: tuple[object, ...], given: Given,
+        timeout: float | None, frame: FrameType,
     ) -> None:  # fmt: skip
         """Learn the call that has just ended, after some calls with its plan.
 
@@ -86,9 +100,11 @@ class FastPath:
             group: the `Group` of this fast path.
             plan: a `NodeCall` whose `arrays` is not 0.
             options: as given to `repeat`.
-            x, out: arguments of the call; not learned if `x` is no array, tensor or parameter.
+            given: learned only if these are arrays of NumPy, or tensors.
+            timeout: seconds; None uses UNISONO_TIMEOUT.
             frame: frame of the operation's caller.
         """
+        x, out, marks = given
         count = self._learned[id(plan)] = self._learned.get(id(plan), 0) + 1
         if count < _CALLS_BEFORE or count >= _CALLS_BEFORE + _MOST_LINES or not is_usable():
             return
@@ -96,10 +112,9 @@ class FastPath:
         if not number or (out is not None and type(out) is not type(x)):
             return
         record = group.recorder.newest
-        code, instruction = record.caller
+        depth = call_sites.depth_of(record.caller, frame)
         if (
-            code is not frame.f_code  # the line is one further out, and may differ in each call
-            or instruction != frame.f_lasti
+            depth is None
             or x.ndim > MOST_AXES
             or len(options) > MOST_OPTIONS
             # Arrays in shared memory have plans of their own, by their address.
@@ -109,12 +124,17 @@ class FastPath:
         if self.repeat is _unknown:
             self._bind(group, group.status, type(plan).complete)
         text = group.status.text_of(record)
-        kept = (plan, options, x.dtype, record.caller, code, text, plan.block, plan.fields)
+        kept = (
+            plan, options, timeout, x.dtype, record.caller, frame.f_code, text, plan.block,
+            plan.fields,
+        )  # fmt: skip
         at = self._next % MOST_ENTRIES
         entry = self._entries[at]
         # Equal to no call until it is complete, because another thread may call meanwhile.
         entry.code = 0
-        entry.instruction, entry.in_place = instruction, out is x
+        entry.instruction, entry.depth = frame.f_lasti, depth
+        entry.program_code, entry.program_instruction = id(record.caller[0]), record.caller[1]
+        entry.timeout, entry.in_place, entry.marks = id(timeout), out is x, marks
         entry.count = len(options)
         entry.options[: len(options)] = [id(option) for option in options]
         entry.dtype, entry.axes = number, x.ndim
@@ -125,7 +145,7 @@ class FastPath:
         entry.caller = id(record.caller)
         entry.text, entry.text_bytes = _bytes_address(text), len(text)
         self._kept[at] = kept
-        entry.code = id(code)
+        entry.code = id(frame.f_code)
         self._next += 1
         self.state.known = min(self._next, MOST_ENTRIES)
 

@@ -35,6 +35,7 @@ _take: Any = types.ExternalFunction("Py_IncRef", types.void(types.int64))
 _drop: Any = types.ExternalFunction("Py_DecRef", types.void(types.int64))
 _thread: Any = types.ExternalFunction("PyThread_get_thread_ident", types.int64())
 _code_of: Any = types.ExternalFunction("PyFrame_GetCode", types.int64(types.int64))
+_back_of: Any = types.ExternalFunction("PyFrame_GetBack", types.int64(types.int64))
 _clear_error: Any = types.ExternalFunction("PyErr_Clear", types.void())
 
 
@@ -47,6 +48,32 @@ def _set(slot: Any, new: Any) -> None:
         store(slot, new)
         if old:
             _drop(old)
+
+
+@njit
+def _is_at(state: Any, frame: Any, code: Any, instruction: Any) -> bool:
+    """Return whether a frame runs an instruction of a code object."""
+    found = _code_of(frame)
+    _drop(found)  # the frame keeps it
+    if found != code:
+        return False
+    # An int, in the lower half of the word.
+    return bool(call_words(state.instruction_of, frame, 0, 0, 0) & 0xFFFFFFFF == instruction)
+
+
+@njit
+def _is_called_by(state: Any, entry: Any, frame: Any) -> bool:
+    """Return whether the program's frame, some frames further out, is that of an entry."""
+    _take(frame)
+    for _ in range(entry.depth):
+        outer = _back_of(frame)
+        _drop(frame)
+        if not outer:
+            return False
+        frame = outer
+    found = _is_at(state, frame, entry.program_code, entry.program_instruction)
+    _drop(frame)
+    return found
 
 
 @njit
@@ -145,7 +172,6 @@ def _find(state: Any, given: Any, count: Any, tensors: Any) -> int:
     timeout = load(given + 3 * _WORD)
     if (
         not state.enabled
-        or timeout != none
         or load(state.attributed)
         or not _are_usable(state, given, tensors)
         or load(state.gate) != none  # last, because another thread may have called meanwhile
@@ -159,22 +185,19 @@ def _find(state: Any, given: Any, count: Any, tensors: Any) -> int:
         dtype, axes, shape = _dtype_number(tensor), tensor.axes, tensor.shape
     options = given + _BEFORE_OPTIONS * _WORD
     frame = load(given + 2 * _WORD)
-    code = _code_of(frame)
-    _drop(code)  # the frame keeps it
-    # An int, in the lower half of the word.
-    instruction = call_words(state.instruction_of, frame, 0, 0, 0) & 0xFFFFFFFF
     for i in range(state.known):
         at = state.entries + i * _ENTRY_BYTES
         entry = record(at, ENTRY)
         if (
-            entry.code == code
-            and entry.instruction == instruction
-            and entry.in_place == (first == second)
-            and entry.count == count - _BEFORE_OPTIONS
-            and entry.dtype == dtype
+            entry.dtype == dtype
             and entry.axes == axes
+            and entry.in_place == (first == second)
+            and entry.timeout == timeout
+            and entry.count == count - _BEFORE_OPTIONS
             and _same_words(options, at + _ENTRY.options, entry.count)
             and _same_words(shape, at + _ENTRY.shape, axes)
+            and _is_at(state, frame, entry.code, entry.instruction)
+            and (entry.depth == 0 or _is_called_by(state, entry, frame))
         ):
             return at
     return 0
@@ -271,7 +294,8 @@ def _repeat(owner: int, given: int, count: int) -> int:
         store(arguments, plan)
         store(arguments + _WORD, status_object)
         store(arguments + 2 * _WORD, result)
-        completed = call_words(state.call, state.complete, arguments, 3, 0)
+        store(arguments + 3 * _WORD, load(given + 3 * _WORD))
+        completed = call_words(state.call, state.complete, arguments, 4, 0)
         _drop(result)
         _drop(none)  # `complete` has stored a reference of its own
         result = completed
@@ -285,7 +309,7 @@ def _repeat(owner: int, given: int, count: int) -> int:
         _drop(plan)
         state.owner = 0
     _drop(status_object)
-    if are_tensors and result and not is_new:
+    if are_tensors and entry.marks and result and not is_new:
         # Lets autograd refuse a backward pass that needs the old elements.
         answer = call_words(state.call, state.mark_written, given + _WORD, 1, 0)
         if not answer:

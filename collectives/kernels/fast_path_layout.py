@@ -41,14 +41,19 @@ TENSOR = np.dtype(
 ENTRY = np.dtype(
     [
         # A call is repeated if all of these are equal:
-        ("code", "i8"),  # object, of the calling frame
+        ("code", "i8"),  # object, of the frame that called the operation
         ("instruction", "i8"),
+        ("depth", "i8"),  # frames from there out to the program's
+        ("program_code", "i8"),  # object
+        ("program_instruction", "i8"),
+        ("timeout", "i8"),  # object
         ("count", "i8"),  # of options
         ("options", "i8", MOST_OPTIONS),  # objects
         ("dtype", "i8"),  # object; for a tensor the number of DLPack
         ("axes", "i8"),
         ("shape", "i8", MOST_AXES),
         ("in_place", "i8"),  # whether the result is the array itself
+        ("marks", "i8"),  # whether autograd is told that a tensor was written; not compared
         # The plan:
         ("plan", "i8"),  # object
         ("kernel", "i8"),  # address of its C function
@@ -105,7 +110,7 @@ STATE = np.dtype(
         ("mark_written", "i8"),  # object, `torch.autograd.graph.increment_version`
         ("false", "i8"),  # object
         ("complete", "i8"),  # object, `NodeCall.complete`
-        ("arguments", "i8", 3),  # of the kernel, and of `complete`
+        ("arguments", "i8", 4),  # of the kernel, and of `complete`
         ("given", "i8", 2 * TENSOR.itemsize // 8),  # two of `TENSOR`: array and result
     ]
 )

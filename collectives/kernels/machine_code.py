@@ -48,6 +48,7 @@ _OF_PYTHON = (
     "PyEval_SaveThread",
     "PyEval_RestoreThread",
     "PyErr_Clear",
+    "PyFrame_GetBack",
     "PyFrame_GetCode",
     "PyThread_get_thread_ident",
     "Py_DecRef",

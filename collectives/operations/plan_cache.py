@@ -27,6 +27,7 @@ from collectives.arrays import adapters
 from collectives.arrays.adapter import ArrayAdapter
 from collectives.arrays.host_arrays import Array, identity
 from collectives.calls.call import is_timeout
+from collectives.calls.fast_path import Given
 from collectives.calls.group import Group
 from collectives.devices.staged import DeviceOperations
 from collectives.kernels import buffer_address
@@ -48,7 +49,7 @@ class NoPlan(Exception):
 
 def run_cached(
     group: Group, key: Key, x: Any, out: Any, timeout: float | None, frame: FrameType,
-    given: tuple[Any, Any] | None = None,
+    given: Given | None = None,
 ) -> Any:  # fmt: skip
     """Repeat an earlier call with its plan.
 
@@ -64,7 +65,7 @@ def run_cached(
     """
     if type(x) is not np.ndarray:
         array, target, finish = _adapt(group, key, x, out)
-        return finish(run_cached(group, key, array, target, timeout, frame, (x, out)))
+        return finish(run_cached(group, key, array, target, timeout, frame, Given(x, out)))
     dtype, shape = x.dtype, x.shape
     # A reduction in shared memory in place has a kernel and a plan of its own.
     place = _place(group, x) if out is x else None
@@ -89,9 +90,7 @@ def run_cached(
         group.gate = group.unusable
         return _run_checked(group, key, plan, x, out, timeout, frame)
     plan.repeat(timeout, frame)
-    if timeout is None:
-        array, target = given or (x, out)
-        group.fast_path.learn(group, plan, key, array, target, frame)
+    group.fast_path.learn(group, plan, key, given or Given(x, out), timeout, frame)
     return result
 
 

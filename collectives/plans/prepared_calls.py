@@ -255,12 +255,13 @@ class NodeCall(_KernelCall):
         if error is not None:
             raise error
 
-    def complete(self, status: int, result: Array) -> Array:
+    def complete(self, status: int, result: Array, timeout: float | None) -> Array:
         """Complete a call that the fast path has begun, and return its result.
 
         Args:
             status: of the kernel, not DONE.
             result: array for the result.
+            timeout: seconds; None uses UNISONO_TIMEOUT.
 
         Raises:
             As `PreparedCall.run`.
@@ -268,7 +269,7 @@ class NodeCall(_KernelCall):
         group, record = self.group, self.group.recorder.newest
         try:
             group.fast_path.state.owner = 0  # from here on this frame shows the thread
-            self.go_on(status, None)
+            self.go_on(status, timeout)
         except BaseException as failure:
             self._record_failure(record, failure)
             raise

@@ -18,7 +18,7 @@ from typing import Any, NamedTuple, TypeVar
 
 __all__ = [
     "CallOrigin", "Site", "attributed", "call_site", "caller", "calls_from", "current_origin",
-    "known_as", "other_thread_in", "user_frame",
+    "depth_of", "known_as", "other_thread_in", "user_frame",
 ]  # fmt: skip
 
 T = TypeVar("T", bound=Callable[..., Any])
@@ -190,6 +190,15 @@ def call_site(frame: FrameType) -> tuple[CodeType, int]:
         return known.site
     frame = user_frame(frame)
     return frame.f_code, frame.f_lasti
+
+
+def depth_of(site: tuple[CodeType, int], frame: FrameType) -> int | None:
+    """Return how many frames further out than `frame` a call site is; None if it is not there."""
+    depth, outer = 0, user_frame(frame)
+    while frame is not outer:
+        assert frame.f_back is not None
+        frame, depth = frame.f_back, depth + 1
+    return depth if (frame.f_code, frame.f_lasti) == site else None
 
 
 def user_frame(frame: FrameType) -> FrameType:

@@ -18,6 +18,7 @@ import torch
 from torch.distributed import ReduceOp
 
 import collectives as cc
+from collectives import extend
 from strategies.torch.tensor_views import (
     Array,
     as_numpy,
@@ -111,13 +112,20 @@ def allreduce(
         if tensor.is_sparse:
             _allreduce_rows(comm, tensor, how, limit)
             continue
-        array, write = _lend(comm, tensor, adds=True)
+        # The usual call, without a NumPy array if it is repeated. Integers may have another op.
+        plain = tensor.is_floating_point() and how.factor is None and codec is cc.NONE
+        array, write = None, None
         try:
+            if plain and extend.allreduce_elements(comm, tensor, how.op, limit, contiguous_view):
+                continue
+            array, write = _lend(comm, tensor, adds=True)
             _reduce(comm, array, how, limit, out=array, codec=codec)
         except cc.MismatchError as error:
             if not differs_in_memory(error):
                 raise
             # A copy is in private memory on every rank, so the ranks agree.
+            if array is None:
+                array, write = _lend(comm, tensor, adds=True)
             array[...] = _reduce(comm, array.copy(), how, limit, codec=codec)
         if write is not None:
             write()

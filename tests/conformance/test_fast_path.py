@@ -114,6 +114,42 @@ def test_records_number_name_and_place_every_call(comm):
     assert reductions[0]["state"] == "done"
 
 
+# As a module of the package that calls an operation for the program.
+LIBRARY = """
+def total(comm, x, timeout):
+    return comm.allreduce(x, op=SUM, out=x, timeout=timeout)
+
+def call(function, *arguments):
+    return function(*arguments)
+"""
+
+
+def test_records_name_the_line_of_the_program(comm):
+    library = {"__name__": "strategies.of_a_test", "SUM": cc.SUM}
+    exec(compile(LIBRARY, "library.py", "exec"), library)
+    total, call = library["total"], library["call"]
+    group, x, timeout = group_of(comm), np.zeros(4), float(20)
+    for _ in range(TIMES):
+        call(total, comm, x, timeout)
+        total(comm, x, timeout)
+        total(comm, x, timeout), total(comm, x, timeout + 1)
+    rows = [record.facts()["site"] for record in group.recorder.records[-4 * TIMES :]]
+    first = int(rows[0].rpartition(":")[2])
+    assert rows == [f"{__file__}:{first + offset}" for offset in (0, 1, 2, 2)] * TIMES
+
+
+def test_a_timeout_is_part_of_a_learned_call(comm):
+    def call(timeout):
+        return comm.allreduce(x, op=cc.SUM, out=x, timeout=timeout)
+
+    x, long = np.zeros(3), float(30)
+    for _ in range(TIMES):
+        call(long)
+        call(None)
+    with pytest.raises((TypeError, ValueError), match="timeout"):
+        call(-1.0)
+
+
 @pytest.mark.parametrize("library", ["numpy", "torch"])
 def test_references_do_not_grow(comm, library):
     ones = installed(library).ones

@@ -75,6 +75,37 @@ def test_what_gloo_does_not_do(torch_ranks):
     assert torch.equal(x, expected)
 
 
+REDUCED = {
+    "float32": lambda: torch.arange(6.0),
+    "float64": lambda: torch.arange(6, dtype=torch.float64).reshape(2, 3),
+    "bfloat16": lambda: torch.arange(6, dtype=torch.bfloat16),
+    "int32": lambda: torch.arange(6, dtype=torch.int32),
+    "complex64": lambda: torch.ones(3) + 1j,
+    "no axes": lambda: torch.tensor(3.0),
+    "strided": lambda: torch.arange(6.0).reshape(2, 3).T,
+    "negated": lambda: torch.ones(1, dtype=torch.complex64).conj().imag,
+    "a parameter": lambda: torch.nn.Parameter(torch.ones(3)),
+}
+
+
+@pytest.mark.parametrize("make", REDUCED.values(), ids=REDUCED)
+def test_a_repeated_call_does_what_the_first_did_with_gloo(torch_ranks, make):
+    gloo = dist.new_group(backend="gloo", timeout=LIMIT)
+    results = []
+    for group in (gloo, dist.group.WORLD):
+        for _ in range(6):
+            x = make()
+            version = x._version
+            with torch.no_grad():
+                dist.all_reduce(x, group=group)
+            if x.is_contiguous() and not x.is_neg():  # not copied back
+                assert x._version == version
+            results.append(x.tolist())
+            x.untyped_storage().resize_(0)  # as FSDP does
+    assert results == results[:1] * len(results)
+    dist.barrier()
+
+
 def all_reduced(x, size):
     dist.all_reduce(x, dist.ReduceOp.AVG)
     return x
