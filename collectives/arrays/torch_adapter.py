@@ -166,7 +166,7 @@ def _tensor_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 class TensorFunctions(NamedTuple):
-    """What compiled code needs to see tensors of the class itself, not parameters.
+    """Functions by which compiled code reads tensors; not parameters.
 
     Attributes:
         tensor: the class.

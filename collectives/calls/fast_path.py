@@ -150,7 +150,7 @@ class FastPath:
         self.state.known = min(self._next, MOST_ENTRIES)
 
     def _number_of(self, x: Any) -> int:
-        """Return DLPack's number of a tensor's dtype, 0 for what compiled code cannot read."""
+        """Return DLPack's number of a tensor's dtype; 0 if compiled code cannot read `x`."""
         functions = torch_adapter.tensor_functions(x)
         # Complex tensors may be lazily conjugated.
         if functions is None or x.is_complex():
