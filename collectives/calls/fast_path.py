@@ -57,7 +57,7 @@ class Given(NamedTuple):
     Attributes:
         x: array or tensor.
         out: for the result; None for a new one.
-        marks: whether autograd is told that the tensor `out` was written.
+        marks: whether autograd sees a write to the tensor `out`.
     """
 
     x: Any

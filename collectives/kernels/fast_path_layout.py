@@ -53,7 +53,7 @@ ENTRY = np.dtype(
         ("axes", "i8"),
         ("shape", "i8", MOST_AXES),
         ("in_place", "i8"),  # whether the result is the array itself
-        ("marks", "i8"),  # whether autograd is told that a tensor was written; not compared
+        ("marks", "i8"),  # not compared: whether autograd sees the write to a tensor
         # The plan:
         ("plan", "i8"),  # object
         ("kernel", "i8"),  # address of its C function
