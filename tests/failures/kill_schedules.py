@@ -211,6 +211,9 @@ class Runner:
                     for pid in self._pids.values():
                         _signal(pid, signal.SIGKILL)
                 process.wait()
+                self._socket.setblocking(False)
+                while self._take_report():  # the last ones, since this process may have been late
+                    pass
                 self._socket.close()
         seconds = time.monotonic() - began
         fault = "hung" if hung else self._fault(process.returncode)
@@ -220,18 +223,22 @@ class Runner:
         """Wait for a report, or until a signal is due, or for a moment."""
         wait = self._due[0][0] - time.monotonic() if self._due else 0.05
         self._socket.settimeout(min(0.05, max(1e-4, wait)))
-        try:
-            what, number, pid = self._socket.recv(64).decode().split()
-        except TimeoutError:
-            pass
-        else:
-            if what == "here":
-                self._pids[int(number)] = int(pid)
-            if what == "event":
-                self._happen(int(number), int(pid))
+        self._take_report()
         while self._due and self._due[0][0] <= time.monotonic():
             _, number, pid = heapq.heappop(self._due)
             _signal(pid, number)
+
+    def _take_report(self) -> bool:
+        """Handle a report; return whether one came within the socket's timeout."""
+        try:
+            what, number, pid = self._socket.recv(64).decode().split()
+        except (TimeoutError, BlockingIOError):
+            return False
+        if what == "here":
+            self._pids[int(number)] = int(pid)
+        if what == "event":
+            self._happen(int(number), int(pid))
+        return True
 
     def _happen(self, number: int, pid: int) -> None:
         self.happened.add(number)
