@@ -68,7 +68,7 @@ CALLS = """
             sys.exit()
         for name in ("plain", "new", "planned"):
             comms[name].close()
-        while not os.path.exists("told"):
+        while not (os.path.exists("told-0") and os.path.exists("told-2")):
             time.sleep(0.01)
         sys.exit()
     told("plain", lambda: comms["plain"].allreduce(x))
@@ -94,7 +94,8 @@ def test_who_needs_a_rank_that_has_ended_is_told(tmp_path, settings):
 
 
 def test_who_needs_a_rank_of_its_node_that_has_closed_the_communicator_is_told(tmp_path):
-    file = program(tmp_path, "how = 'closes'\n", CALLS, "open('told', 'w').close()\n")
+    end = "open(f'told-{comm.rank}', 'w').close()\n"
+    file = program(tmp_path, "how = 'closes'\n", CALLS, end)
     result = mpirun(3, file, cwd=tmp_path)
     words = r"rank 1 has closed the communicator \(after \w+ #\d+ at program.py:\d+\)"
     for kind in ("plain", "new", "planned"):
