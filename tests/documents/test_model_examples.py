@@ -174,13 +174,16 @@ def test_a_member_that_dies_or_stops_does_not_block_the_others(networks, how):
         stdin=subprocess.DEVNULL, stdout=subprocess.PIPE, stderr=subprocess.PIPE,
     )  # fmt: skip
     lines, victim, without = [], None, 0
+    asked = has_fallen = False
     try:
         for line in process.stdout:
             lines.append(line)
             if "member 2: process" in line:
                 victim = int(line.rpartition(" ")[2])
-            if "batch 4:" in line:
+            asked = asked or "batch 4:" in line
+            if asked and victim is not None and not has_fallen:  # the lines come in any order
                 os.kill(victim, how)
+                has_fallen = True
             if "answered by 1 3 within" in line:
                 without += 1
                 if without == 20 and how == signal.SIGSTOP:
