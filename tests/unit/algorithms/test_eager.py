@@ -5,7 +5,6 @@ from __future__ import annotations
 import ctypes
 import itertools
 import threading
-import time
 from collections import defaultdict, deque
 from concurrent.futures import ThreadPoolExecutor
 
@@ -31,11 +30,16 @@ FAILURE = 13
 
 
 class Network:
-    """The messages of some ranks; `failing` names ranks, `slow` those with nothing for a while."""
+    """The messages of some ranks.
+
+    Args:
+        slow: ranks whose messages are not done before they have looked after the others.
+        failing: ranks that cannot receive.
+    """
 
     def __init__(self, slow=(), failing=()):
         self.boxes = defaultdict(deque)  # (source, dest) -> messages
-        self.slow = dict.fromkeys(slow, time.monotonic() + 0.3)
+        self.slow = slow
         self.failing = failing
         self.lengths = []
         self.lock = threading.Lock()
@@ -82,7 +86,7 @@ class CTransport(RankSet):
 
     def _test(self, request, flag, status):
         number, network = WORD.from_address(request).value, self.network
-        if time.monotonic() < network.slow.get(self.rank, 0.0):
+        if self.rank in network.slow and not self.looks:
             return 0
         receive = self.under_way[number]
         if receive is not None:
