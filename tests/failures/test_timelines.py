@@ -14,7 +14,7 @@ from launcher import mpirun, run
 from pairwise import also
 
 # Rank 2 is slow, in step 4 for longer than crowded cores can have delayed others until then; then
-# all ranks wait for rank 1, which kills them and itself once their files say so.
+# all ranks wait for rank 1, which kills them and itself once their files and its own say so.
 KILLED = """
     import os, signal, sys, time
     import numpy as np
@@ -32,8 +32,9 @@ KILLED = """
         comm.allreduce(gradient, algorithm="ring")
     everybody = comm.allgather_object(os.getpid())
     if comm.rank == 1:
-        for rank in (0, 2):  # a call that lasts is written by the timeline's thread
-            while '"name":"barrier"' not in open(f"{sys.argv[1]}/rank-{rank}.json").read():
+        for rank, last in ((0, "barrier"), (1, "allgather_object"), (2, "barrier")):
+            # A call that lasts is written by the timeline's thread.
+            while f'"name":"{last}"' not in open(f"{sys.argv[1]}/rank-{rank}.json").read():
                 time.sleep(0.01)
         for process in (everybody[0], everybody[2], everybody[1]):
             os.kill(process, signal.SIGKILL)
