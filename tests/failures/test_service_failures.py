@@ -210,7 +210,8 @@ def test_a_task_that_is_interrupted_in_close_tells_the_others(tmp_path):
         try:
             if comm.rank == 0:
                 until(lambda: queue.state_machine.waiting()[1])
-                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
+                timer = threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT))
+                timer.start()
             else:
                 queue.dequeue(timeout=20)
             service.close()                                   # waits for rank 1
@@ -218,6 +219,8 @@ def test_a_task_that_is_interrupted_in_close_tells_the_others(tmp_path):
             say(type(error).__name__, error)
         comm.barrier()                                        # rank 0 lives on
         service.close()
+        if comm.rank == 0:
+            timer.join()
         assert threading.active_count() == 1
         """,
     )
