@@ -125,7 +125,9 @@ def test_a_rank_that_hears_of_a_death_at_its_end_still_ends(tmp_path):
         MPI.Finalize = finalize
         if comm.rank == 2:
             die()
-        time.sleep(1)  # MPI hears of the death meanwhile
+        while not MPI.COMM_WORLD.Get_failed().size:
+            MPI.COMM_SELF.Iprobe()  # a call that lets MPI hear of it
+            time.sleep(0.01)
     """
     result = mpirun(3, program(tmp_path, text), timeout=60, options=FAULT_TOLERANT, **MESSAGES)
     alarms = [float(seconds) for seconds in re.findall(r"alarm in (\S+)", result.stdout)]
