@@ -10,6 +10,7 @@ import pytest
 from calls import together
 
 import collectives as cc
+import inprocess
 import strategies
 import strategies.horovod.numpy as hvd
 from strategies.horovod.handles import Handle
@@ -378,6 +379,26 @@ def test_wrong_arguments(comm):
             with pytest.raises((TypeError, ValueError), match=words):
                 call(process_set=ranks)
         assert hvd.allreduce([1.0, 2.0], process_set=ranks).tolist() == [1, 2]
+
+
+class Interrupted:
+    """An array whose elements are read when the program is interrupted."""
+
+    shape, dtype = (2,), np.dtype(np.float64)
+
+    def __array__(self, *args, **options):
+        raise KeyboardInterrupt
+
+
+@inprocess.on_ranks(2, timeout=1.0)
+def test_a_call_that_one_rank_does_not_finish_ends_on_all(comm):
+    made = hvd.HorovodContext(comm)
+    first = comm.rank == 0
+    with pytest.raises(KeyboardInterrupt if first else cc.CollectiveTimeout):
+        hvd.allreduce(Interrupted() if first else np.ones(2), process_set=made.world)
+    with pytest.raises(cc.CollectiveError, match="not carried out, since"):
+        hvd.allreduce(np.ones(2), process_set=made.world)
+    made.close()
 
 
 @pytest.mark.several

@@ -94,6 +94,7 @@ class Controller:
         # State of this rank, changed in rounds.
         self._held: dict[RequestKey, PendingRequest] = {}
         self._ready: dict[int, PendingRequest] = {}  # by number
+        self._running: list[PendingRequest] = []  # in `execute`
         self._joining: PendingRequest | None = None
         self._shutdown: PendingRequest | None = None
         self._fruitless = 0
@@ -250,11 +251,12 @@ class Controller:
             works += self._apply(told)
         # Only rounds without a result count as a wait.
         self._fruitless = 0 if works else self._fruitless + 1
-        for work in works:
-            if work.pending is not None:
-                # Removed before it runs, since another thread may make the next call of this name.
-                del self._held[work.pending.key]
+        self._running = [work.pending for work in works if work.pending is not None]
+        for pending in self._running:
+            # Removed before it runs, since another thread may make the next call of this name.
+            del self._held[pending.key]
         execute(works)
+        self._running = []
         return bool(works) or told is not None
 
     def _round_of(self, width: int) -> Callable[[], Any]:
@@ -394,7 +396,8 @@ class Controller:
                 # The first error is the cause.
                 self._broken = cc.CollectiveError(f"{type(error).__name__}: {error}")
             # A call may be in both lists while it moves between them.
-            open_calls = {id(p): p for p in [*self._held.values(), *self._fresh]}
+            known = [*self._held.values(), *self._fresh, *self._running]
+            open_calls = {id(p): p for p in known}
             self._held.clear()
             self._ready.clear()
             self._fresh.clear()
