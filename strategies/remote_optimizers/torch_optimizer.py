@@ -17,7 +17,7 @@ from strategies.remote_optimizers.parameter_host import HostingStrategy, Paramet
 from strategies.torch.parameters import names_of
 
 if TYPE_CHECKING:
-    _Optimizer: Any  # as in strategies.torch.optimizer
+    _Optimizer: Any  # as in strategies.torch.optimizer_proxy
 else:
     _Optimizer = torch.optim.Optimizer
 

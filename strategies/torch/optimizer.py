@@ -20,7 +20,7 @@ import enum
 import functools
 import inspect
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 import torch
 
@@ -28,7 +28,6 @@ import collectives as cc
 from collectives.extend import known_as
 from strategies.averaging.accumulation import GradientAccumulator, LocalGradient
 from strategies.averaging.averaging import Averaging
-from strategies.averaging.optimizer import identity
 from strategies.averaging.options import AveragingOptions
 from strategies.averaging.parameter_spec import ParameterSpec
 from strategies.core import agreement
@@ -36,14 +35,8 @@ from strategies.core.sparse import Rows
 from strategies.replicas.context import require_one_replica
 from strategies.torch.backward_hooks import GradientHooks
 from strategies.torch.method_guard import MethodGuard
+from strategies.torch.optimizer_proxy import OptimizerProxy
 from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of, settings_of
-
-if TYPE_CHECKING:
-    # For type checkers it is an optimizer of any class, because it has the attributes of the
-    # wrapped one and replaces it: `optimizer = DistributedOptimizer(optimizer)`.
-    from typing import Any as _Optimizer
-else:
-    _Optimizer = torch.optim.Optimizer
 
 __all__ = ["TorchOptimizer"]
 
@@ -58,7 +51,7 @@ class _GradState(enum.Enum):
 
 
 @known_as("DistributedOptimizer")
-class TorchOptimizer(_Optimizer):
+class TorchOptimizer(OptimizerProxy):
     """A PyTorch optimizer whose steps apply the gradients of all ranks.
 
     Returned by `DistributedOptimizer`. It has the `param_groups`, `state` and `defaults` of the
@@ -82,14 +75,6 @@ class TorchOptimizer(_Optimizer):
         optimizer: the wrapped optimizer.
         comm: the ranks that average.
     """
-
-    is_distributed = True
-
-    # `Optimizer.__init__` is not called: `__getattr__` finds groups, state and hooks in the wrapped
-    # optimizer. Annotations for editors:
-    param_groups: list[dict[str, Any]]
-    defaults: dict[str, Any]
-    state: Any
 
     def __init__(
         self,
@@ -123,29 +108,15 @@ class TorchOptimizer(_Optimizer):
             self._averaging.prepare(self._leaves_of(parameters), trained)
 
     def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet, for example while it is copied
-            raise AttributeError(name)
         if name == "param_groups":
             # A scaler that reads `param_groups` looks for infinities in the averages, as it should.
             self._held = _GradState.AVERAGED if self._held is _GradState.ASKED else self._held
-        found = getattr(self.optimizer, name)
+        found = super().__getattr__(name)
         # Only methods can change parameters.
         return self._method_guard.guard(name, found) if inspect.ismethod(found) else found
 
-    @property  # type: ignore[misc]  # read-only, as in every proxy
-    def __class__(self) -> type:
-        """Class of the wrapped optimizer, for `isinstance`, as of a proxy."""
-        return type(self.optimizer)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*dir(type(self)), *vars(self), *dir(self.optimizer)})
-
     def __repr__(self) -> str:
         return f"TorchOptimizer(rank {self.comm.rank} of {self.comm.size}, {self.optimizer!r})"
-
-    # Not `__reduce__`, which Python looks up in the class of the wrapped optimizer.
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        return identity, (self.optimizer,)
 
     def step(
         self, closure: Callable[[], Any] | None = None, *, examples: float | None = None
@@ -243,22 +214,13 @@ class TorchOptimizer(_Optimizer):
         Sums of earlier steps (`backward_passes_per_step`) remain. Between `synchronize` and `step`,
         all ranks must call this or none.
         """
-        self.optimizer.zero_grad(set_to_none)
+        super().zero_grad(set_to_none)
         # The gradients are gone, so the next step must not take them for averages.
         self._forget()
 
-    def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state; equal on all ranks."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the wrapped optimizer's state, which must be the same on all ranks."""
-        self.optimizer.load_state_dict(state_dict)
-
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Add the same parameters on all ranks; the next step compares them."""
-        self.optimizer.add_param_group(param_group)
+        super().add_param_group(param_group)
         self._backward.watch(parameters_of(self.optimizer), again=True)
 
     def close(self) -> None:
