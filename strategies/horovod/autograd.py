@@ -6,6 +6,7 @@ of the results on P ranks. The factor is relative to the gradient of the sum of 
 | operation | gradient on a rank | factor |
 | --- | --- | --- |
 | allreduce Sum, Average | the same of all g | 1 |
+| allreduce Adasum | Adasum of all g, which is no derivative | |
 | allreduce Min, Max | the sum of all g where the result is this rank's, over the ties | 1 |
 | allreduce Product | the sum of all g times the product of the other ranks' numbers | 1 |
 | allgather | this rank's rows of the mean of all g | 1/P |
@@ -27,10 +28,13 @@ from typing import Any
 import torch
 
 from strategies.horovod import operations, requests
-from strategies.horovod.operations import Average, Max, Min, Product, Sum
+from strategies.horovod.operations import Adasum, Average, Max, Min, Product, Sum
 from strategies.horovod.process_sets import ProcessSet
 
 __all__ = ["allgather", "allreduce", "alltoall", "broadcast", "differentiable", "reducescatter"]
+
+# Ops whose gradients are reduced by the same op.
+_OWN = (Sum, Average, Adasum)
 
 Back = Callable[[Sequence[torch.Tensor]], Sequence[Any]]
 
@@ -83,11 +87,11 @@ def allreduce(
         process_set=process_set,
     )  # fmt: skip
     # Copies, because the program may change the results in place before the backward pass.
-    kept = [] if op in (Sum, Average) else [result.clone() for result in results]
+    kept = [] if op in _OWN else [result.clone() for result in results]
 
     def back(gradients: Sequence[torch.Tensor]) -> list[torch.Tensor]:
         again = _backward_name(name)
-        if op in (Sum, Average):
+        if op in _OWN:
             return operations.grouped_allreduce(
                 # The transpose applies the factors in reverse order.
                 gradients, name=again, op=op, prescale_factor=after, postscale_factor=before,

@@ -88,7 +88,8 @@ def allreduce(
         average: True is `op=Average`, False is `op=Sum`.
         name: name that identifies the call on all ranks.
         compression: compression of the messages.
-        op: Average (default; rounded toward zero for integers), Sum, Min, Max or Product.
+        op: Average (default; rounded toward zero for integers), Sum, Min, Max, Product, or Adasum
+            of floating-point arrays (`strategies.horovod.adasum`).
         prescale_factor: factor of the arrays before the reduction.
         postscale_factor: factor of the result.
         process_set: the ranks.

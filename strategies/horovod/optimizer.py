@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import gc
+import sys
 import threading
 import weakref
 from collections.abc import Iterable, Sequence
@@ -10,10 +11,12 @@ from typing import Any
 
 import collectives as cc
 from strategies import distributed_optimizer
+from strategies.core import agreement
 from strategies.core.validation import integer
 from strategies.horovod.compression import Compression, Compressor
 from strategies.horovod.operations import Adasum, Average
 from strategies.horovod.process_sets import ProcessSet, global_process_set
+from strategies.remote_optimizers import dispatch
 
 __all__ = ["DistributedOptimizer", "join"]
 
@@ -49,7 +52,8 @@ def DistributedOptimizer(
         named_parameters: parameters of PyTorch, such as `model.named_parameters()`.
         compression: compression of the gradients.
         backward_passes_per_step: number of passes that are added up before a step.
-        op: Average or Sum.
+        op: Average, Sum, or for PyTorch Adasum. Adasum combines the changes that the steps of all
+            ranks make to the parameters, see `strategies.horovod.adasum_optimizer`.
         gradient_predivide_factor: f: gradients are divided by f before the sum, and multiplied by
             f/size after it.
         num_groups: as `groups`.
@@ -65,11 +69,6 @@ def DistributedOptimizer(
     say = "DistributedOptimizer"
     # A rank outside of the set gets a communicator of its own and trains alone.
     comm = process_set.own_ranks(say)
-    if op == Adasum:
-        raise ValueError(
-            f"{say}: Adasum is not supported, expected Average or Sum; for large batches wrap "
-            "strategies.optimizers.LARS"
-        )
     own = type(compression)
     if not isinstance(compression, Compressor):
         raise TypeError(
@@ -86,6 +85,11 @@ def DistributedOptimizer(
         integer(say, "groups", groups or 0, least=0)
     else:
         _check_groups([list(group) for group in groups])
+    if op is Adasum:
+        factor, op = gradient_predivide_factor, Average
+        if comm.size > 1:
+            integer(say, "backward_passes_per_step", backward_passes_per_step, least=1)
+            return _adasum(optimizer, named_parameters, compression, factor, process_set)
     made = distributed_optimizer.DistributedOptimizer(
         optimizer,
         named_parameters=named_parameters,
@@ -102,6 +106,41 @@ def DistributedOptimizer(
         with _LOCK:
             _LIVE.add(made)
     return made
+
+
+def _adasum(
+    optimizer: Any,
+    named_parameters: Any,
+    compression: Compressor,
+    factor: float,
+    process_set: ProcessSet,
+) -> Any:
+    """Return a PyTorch optimizer that combines changes by Adasum."""
+    say = "DistributedOptimizer"
+
+    def prepare() -> tuple[Any, list[str]]:
+        dispatch.check_unwrapped(optimizer)
+        torch: Any = sys.modules.get("torch")
+        if torch is None or not isinstance(optimizer, torch.optim.Optimizer):
+            raise TypeError(
+                f"{say}: op=Adasum is for optimizers of PyTorch, got {type(optimizer).__name__}; "
+                "with other libraries combine the updates by allreduce(op=Adasum)"
+            )
+        if factor != 1:
+            raise ValueError(
+                f"{say}: gradient_predivide_factor is for Average, expected 1 with Adasum, got "
+                f"{factor}"
+            )
+        from strategies.torch import parameters
+
+        names = parameters.names_of(optimizer, named_parameters)
+        return names, ["Adasum", *parameters.described(optimizer, names)]
+
+    # An error of one rank raises on all.
+    names = agreement.compare(process_set.own_ranks(say), say, prepare)
+    from strategies.horovod.adasum_optimizer import AdasumOptimizer
+
+    return AdasumOptimizer(optimizer, names, compression, process_set)
 
 
 def join(device: int = -1, process_set: ProcessSet = global_process_set) -> int:

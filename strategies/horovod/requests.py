@@ -14,6 +14,7 @@ import numpy as np
 
 import collectives as cc
 from strategies.core import array_ops
+from strategies.horovod.adasum import Adasum
 from strategies.horovod.compression import Compression, Compressor
 from strategies.horovod.controller.request_signature import RequestSignature
 from strategies.horovod.process_sets import Bound
@@ -35,9 +36,6 @@ __all__ = [
 ]
 
 Average, Sum, Min, Max, Product = cc.MEAN, cc.SUM, cc.MIN, cc.MAX, cc.PRODUCT
-
-Adasum = "Adasum"
-"""Not supported; its use raises an error that names alternatives."""
 
 
 class RequestSpec(NamedTuple):
@@ -138,10 +136,6 @@ class _Payload:
 
 
 def _reducing(operation: str, op: Any, sent: _Payload) -> RequestSpec:
-    if op == Adasum:
-        raise ValueError(
-            f"{operation}: Adasum is not supported, expected Average, Sum, Min, Max or Product"
-        )
     # JAX arrays have `at` instead of assignment.
     if sent.in_place and any(
         not array_ops.is_array(x) or hasattr(x, "at") for x in sent.tensors
@@ -177,10 +171,13 @@ def _reducing(operation: str, op: Any, sent: _Payload) -> RequestSpec:
 
 def _check(operation: str, op: Any, dtype: str) -> None:
     """Reject pairs of op and dtype that are undefined."""
+    if op is Adasum and operation == "allreduce":
+        if dtype not in array_ops.COMPUTE:
+            raise TypeError(f"{operation}: Adasum is for floating-point numbers, got {dtype}")
+        return
     if op not in (Average, Sum, Min, Max, Product):
-        raise ValueError(
-            f"{operation}: expected Average, Sum, Min, Max or Product as op, got {op!r}"
-        )
+        also = ", Product or Adasum" if operation == "allreduce" else " or Product"
+        raise ValueError(f"{operation}: expected Average, Sum, Min, Max{also} as op, got {op!r}")
     if dtype == "bool" and op not in (Min, Max):
         raise TypeError(f"{operation}: bool has no {op.value}; Min is 'all', Max is 'any'")
     if dtype.startswith("complex") and op in (Min, Max):

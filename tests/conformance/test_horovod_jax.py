@@ -25,6 +25,9 @@ def test_arrays_of_jax(comm):
     assert whole.tolist() == [int(3 + (comm.size - 1) / 2)] * 2
     half = hvd.allreduce(x, compression=hvd.Compression.bf16, process_set=ranks)
     assert half.dtype == x.dtype
+    combined = hvd.allreduce(half.astype("bfloat16"), op=hvd.Adasum, process_set=ranks)
+    assert combined.dtype == "bfloat16"
+    np.testing.assert_array_equal(combined.astype("float32"), half.astype("bfloat16"))
     handle = hvd.allgather_async(x[: comm.rank], process_set=ranks)
     assert len(hvd.synchronize(handle)) == sum(min(r, 4) for r in range(comm.size))
     tree = {"w": x, "b": [x + 1]}

@@ -7,8 +7,10 @@ import copy
 
 import numpy as np
 import pytest
+from adasum_oracle import combined
 
 import collectives as cc
+import strategies
 from requirements import installed
 
 torch = installed("torch")
@@ -98,6 +100,28 @@ def test_bfloat16_is_added_in_32_bits(comm):
         assert (result == exact).all()
         hvd.allreduce_(x, op=hvd.Sum, process_set=ranks)
         assert (x == exact).all()
+
+
+@pytest.mark.parametrize("dtype", ["float16", "bfloat16", "float32", "float64"])
+def test_adasum_of_tensors_and_of_their_gradients(comm, dtype):
+    with everyone(comm) as ranks:
+        kind, epsilon = getattr(torch, dtype), torch.finfo(getattr(torch, dtype)).eps
+
+        def close(result, seed):
+            values = [rows_of(seed + r, 3, 5).to(kind).double().numpy() for r in range(comm.size)]
+            assert result.dtype == kind
+            # A rounding in each of two rounds, of numbers of up to 4.
+            limit = 16 * epsilon
+            np.testing.assert_allclose(result.double(), combined(values), rtol=0, atol=limit)
+
+        x = rows_of(comm.rank, 3, 5).to(kind).requires_grad_()
+        y = hvd.allreduce(x, op=hvd.Adasum, name="x", process_set=ranks)
+        close(y.detach(), 0)
+        y.backward(rows_of(100 + comm.rank, 3, 5).to(kind))
+        close(x.grad, 100)
+        with torch.no_grad():
+            hvd.allreduce_(x.t(), op=hvd.Adasum, process_set=ranks)
+        close(x.detach(), 0)
 
 
 def test_sparse_tensors(comm):
@@ -288,7 +312,6 @@ def test_wrong_options_of_the_optimizer(comm):
         model = network()
         named = list(model.named_parameters())
         for options, words in (
-            ({"op": hvd.Adasum}, "Adasum is not supported"),
             ({"op": hvd.Max}, "expected MEAN or SUM"),
             ({"compression": "fp16"}, "expected Compression.none, fp16 or bf16 as"),
             ({"compression": Rounds(None, cc.NONE)}, "without calls of Rounds.compress"),
@@ -301,3 +324,95 @@ def test_wrong_options_of_the_optimizer(comm):
                 hvd.DistributedOptimizer(
                     torch.optim.SGD(model.parameters(), 0.1), named, process_set=ranks, **options
                 )
+
+
+ADASUM = {
+    "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1),
+    "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
+    "adam": lambda parameters: torch.optim.Adam(parameters, 0.01),
+}
+
+
+@pytest.mark.parametrize("name", ADASUM)
+@pytest.mark.parametrize("passes", [1, 2])
+def test_adasum_combines_the_steps_of_all_ranks(comm, name, passes):
+    with everyone(comm) as ranks:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            ADASUM[name](model.parameters()), model.named_parameters(), op=hvd.Adasum,
+            backward_passes_per_step=passes, process_set=ranks,
+        )  # fmt: skip
+        assert isinstance(optimizer, torch.optim.Optimizer)
+        scheduler = torch.optim.lr_scheduler.StepLR(optimizer, 1, 0.5)
+        # The same on one process: each rank's optimizer has a copy of the model.
+        copies = [network() for _ in range(comm.size)]
+        alone = [ADASUM[name](copy.parameters()) for copy in copies]
+        for step in range(3):
+            parts = [[batch_of(r, 10 * step + k) for k in range(passes)] for r in range(comm.size)]
+            own = train(model, optimizer, [parts[comm.rank]])
+            starts = [p.detach().clone().numpy() for p in copies[0].parameters()]
+            for one, stepping, batches in zip(copies, alone, parts, strict=True):
+                train(one, stepping, [batches])
+            for i, (values, start) in enumerate(zip(own, starts, strict=True)):
+                everyones = comm.allgather(values[np.newaxis])
+                np.testing.assert_array_equal(everyones, np.broadcast_to(values, everyones.shape))
+                trained = [list(one.parameters())[i] for one in copies]
+                wanted = start + combined([p.detach().numpy() - start for p in trained])
+                np.testing.assert_allclose(values, wanted, rtol=1e-9, atol=1e-12)
+                for p in trained:
+                    p.data.copy_(torch.from_numpy(wanted))
+            scheduler.step()
+            for stepping in alone:
+                stepping.param_groups[0]["lr"] = optimizer.param_groups[0]["lr"]
+
+
+@pytest.mark.several
+def test_adasum_of_ranks_that_differ_or_have_joined(comm):
+    with everyone(comm) as ranks:
+        model = network()
+        optimizer = hvd.DistributedOptimizer(
+            torch.optim.SGD(model.parameters(), 0.1), model.named_parameters(), op=hvd.Adasum,
+            compression=hvd.Compression.fp16, process_set=ranks,
+        )  # fmt: skip
+        with torch.no_grad():
+            model[0].bias.add_(comm.rank)
+        model(batch_of(comm.rank, 0)[0]).sum().backward()
+        with pytest.raises(cc.MismatchError, match=r"hvd.broadcast_parameters.*0\.bias"):
+            optimizer.step()
+        hvd.broadcast_parameters(model.state_dict(), 0, process_set=ranks)
+        optimizer.step()
+        last = comm.size - 1
+        if comm.rank == last:  # the others have joined
+            before = [p.detach().clone() for p in model.parameters()]
+            gradients = [p.grad.clone() for p in model.parameters()]
+            optimizer.step()
+            for p, old, gradient in zip(model.parameters(), before, gradients, strict=True):
+                # float16 rounds the change to 11 bits.
+                torch.testing.assert_close(p.detach(), old - 0.1 * gradient, rtol=0, atol=1e-3)
+        assert hvd.join(process_set=ranks) == last
+
+
+@pytest.mark.several
+def test_wrong_use_of_the_adasum_optimizer(comm):
+    with everyone(comm) as ranks:
+        model = network()
+        options = {"op": hvd.Adasum, "process_set": ranks}
+        wrapped = hvd.DistributedOptimizer(torch.optim.SGD(model.parameters(), 0.1), **options)
+        scaler = torch.amp.GradScaler("cpu")
+        scaler.scale(torch.ones(()))
+        for make, words in (
+            (lambda: hvd.DistributedOptimizer(wrapped, **options), "wrapped already"),
+            (
+                lambda: hvd.DistributedOptimizer(
+                    torch.optim.SGD(model.parameters(), 0.1), gradient_predivide_factor=2.0,
+                    **options,
+                ),
+                "gradient_predivide_factor is for Average",
+            ),
+            (lambda: hvd.DistributedOptimizer(strategies.SGD(0.1), **options), "of PyTorch"),
+            (wrapped.skip_synchronize, "not possible with Adasum"),
+            (lambda: scaler.step(wrapped), "expected training without one"),
+        ):  # fmt: skip
+            with pytest.raises((TypeError, ValueError), match=words):
+                make()
+        assert type(copy.copy(wrapped)) is torch.optim.SGD

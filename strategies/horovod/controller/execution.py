@@ -1,7 +1,8 @@
 """Execution of requests that are ready on all ranks.
 
-All-reduces with the same op run together, as one grouped call. A rank that has joined (`hvd.join`)
-contributes data that changes no result: zeros for a sum, the largest number for a minimum, no rows.
+All-reduces with the same op run together, as one grouped call; those by Adasum, which combines
+whole arrays, run alone. A rank that has joined (`hvd.join`) contributes data that changes no
+result: zeros for a sum or Adasum, the largest number for a minimum, no rows.
 """
 
 from __future__ import annotations
@@ -14,6 +15,7 @@ import numpy as np
 
 import collectives as cc
 from strategies.core import array_ops
+from strategies.horovod.adasum import Adasum, adasum
 from strategies.horovod.controller.pending_requests import PendingRequest
 from strategies.horovod.controller.request_signature import RequestSignature
 
@@ -64,7 +66,7 @@ def execute(works: Sequence[Response]) -> None:
     together: dict[Any, list[Response]] = {}
     alone = []
     for work in works:
-        if work.description.operation == "allreduce":
+        if _kind(work.description) == "allreduce":
             together.setdefault(_op(work.description), []).append(work)
         else:
             alone.append(work)
@@ -72,7 +74,12 @@ def execute(works: Sequence[Response]) -> None:
         # Bound by defaults: a lambda would otherwise see the last loop variables.
         _attempt(group, lambda group=group, op=op: _reduce(group, op))
     for work in alone:
-        _attempt([work], lambda work=work: [_ALONE[work.description.operation](work)])
+        _attempt([work], lambda work=work: [_ALONE[_kind(work.description)](work)])
+
+
+def _kind(description: RequestSignature) -> str:
+    """Return how a call is executed: the operation, or Adasum's name."""
+    return Adasum.value if description.op == Adasum.value else description.operation
 
 
 def _attempt(works: Sequence[Response], run: Any) -> None:
@@ -123,6 +130,10 @@ def _targets(works: Sequence[Response], brought: Sequence[Sequence[Any]]) -> lis
     return targets
 
 
+def _adasum(work: Response) -> list[Any]:
+    return adasum(work.comm, work.arrays())
+
+
 def _reducescatter(work: Response) -> list[Any]:
     op = _op(work.description)
     return [
@@ -158,6 +169,7 @@ def _barrier(work: Response) -> list[Any]:
 
 
 _ALONE: dict[str, Any] = {
+    Adasum.value: _adasum,
     "allgather": _allgather,
     "alltoall": _alltoall,
     "barrier": _barrier,
@@ -204,7 +216,7 @@ def _mean(result: Any, work: Response, index: int) -> Any:
 def _identity_element(dtype: str, shape: tuple[int, ...], op: str) -> Any:
     """Return an array that does not change a reduction."""
     kind = np.dtype(dtype)
-    if op in ("MEAN", "SUM"):
+    if op in ("MEAN", "SUM", Adasum.value):
         return np.zeros(shape, kind)
     if op == "PRODUCT":
         return np.ones(shape, kind)
