@@ -12,7 +12,7 @@ import contextlib
 import functools
 import itertools
 import logging
-from collections.abc import Callable, Iterator, Mapping, Sequence, Sized
+from collections.abc import Callable, Iterable, Iterator, Mapping, Sequence, Sized
 from typing import Any, TypeVar
 
 import numpy as np
@@ -242,10 +242,17 @@ class ElasticSampler:
 
     def record_batch(self, batch_idx: int, batch_size: int) -> None:
         """Record that this rank has done a batch of the current pass, counted from 0."""
-        # By this pass's order, which stays the same until `reset`.
-        begin = batch_idx * batch_size
-        self.processed_indices.update(self._own_rows()[begin : begin + batch_size])
+        self.record_indices(self.get_indices(batch_idx, batch_size))
         self.processed_num += batch_size * (self._place or _world()).size
+
+    def record_indices(self, indices: Iterable[int]) -> None:
+        """Record that this rank has done these rows."""
+        self.processed_indices.update(indices)
+
+    def get_indices(self, batch_idx: int, batch_size: int) -> list[int]:
+        """Return the rows of a batch of this rank's current pass, counted from 0."""
+        # By this pass's order, which stays the same until `reset`.
+        return self._own_rows()[batch_idx * batch_size :][:batch_size]
 
     def state_dict(self) -> dict[str, Any]:
         """Return the epoch and the rows that this rank knows to be done; not collective."""

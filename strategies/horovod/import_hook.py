@@ -30,7 +30,7 @@ _MODULES = {
     "horovod.common.process_sets": "strategies.horovod.common",
     "horovod.runner": "strategies.horovod.runner",
     "horovod.torch": _OF_TORCH,
-    "horovod.torch.compression": _OF_TORCH,
+    "horovod.torch.compression": "strategies.horovod.compression",
     "horovod.torch.elastic": _ELASTIC,
     "horovod.torch.elastic.sampler": _ELASTIC,
     "horovod.torch.elastic.state": _ELASTIC,

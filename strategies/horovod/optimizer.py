@@ -12,6 +12,7 @@ from typing import Any
 import collectives as cc
 from strategies import distributed_optimizer
 from strategies.core import agreement
+from strategies.core.array_ops import is_array
 from strategies.core.validation import integer
 from strategies.horovod.compression import Compression, Compressor
 from strategies.horovod.operations import Adasum, Average
@@ -84,7 +85,7 @@ def DistributedOptimizer(
     if isinstance(groups, int) or groups is None:
         integer(say, "groups", groups or 0, least=0)
     else:
-        _check_groups([list(group) for group in groups])
+        _check_groups(groups)
     if op is Adasum:
         factor, op = gradient_predivide_factor, Average
         if comm.size > 1:
@@ -190,7 +191,13 @@ def _optimizer_of(comm: cc.Communicator) -> Any:
     return found[0] if found else None
 
 
-def _check_groups(groups: Sequence[Sequence[Any]]) -> None:
+def _check_groups(groups: Any) -> None:
+    lists = isinstance(groups, (list, tuple)) and all(isinstance(g, (list, tuple)) for g in groups)
+    if not lists or not all(is_array(parameter) for group in groups for parameter in group):
+        raise ValueError(
+            "DistributedOptimizer: bad groups, expected an integer >= 0 or lists of parameters, "
+            f"got {type(groups).__name__}"
+        )
     # By identity: comparing tensors compares their elements.
     members = [id(parameter) for group in groups for parameter in group]
     if len(set(members)) != len(members):

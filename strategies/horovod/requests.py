@@ -251,8 +251,11 @@ def alltoall_request(tensor: Any, splits: Any) -> Callable[[Bound], RequestSpec]
                 )
             shares = [rows // size] * size
         else:
-            # `splits` may be a tensor or a list.
-            shares = [int(n) for n in np.asarray(splits).reshape(-1)]
+            # `splits` may be a tensor or a list; an empty list has no dtype of its own.
+            numbers = np.asarray(splits).reshape(-1)
+            if numbers.size and numbers.dtype.kind not in "iu":
+                raise TypeError(f"alltoall: expected integers as splits, got {numbers.dtype}")
+            shares = [int(n) for n in numbers]
             if len(shares) != size or min(shares) < 0 or sum(shares) != rows:
                 raise ValueError(
                     f"alltoall: splits do not fit, expected {size} numbers >= 0 that add up to "

@@ -40,11 +40,11 @@ def run(
     Raises:
         ValueError: an option that is not supported; and all errors of `launch`.
     """
+    ranks = num_proc if np is None else np
     rejected = [name for name, value in options.items() if value and name not in _IGNORED]
     if rejected:
         raise ValueError(
             f"run: expected ranks of this machine, got {', '.join(sorted(rejected))}; write a "
-            "program and start it with mpirun"
+            f"program and start it with mpirun -np {ranks} python program.py"
         )
-    ranks = num_proc if np is None else np
     return launcher.launch(func, ranks, args=args, kwargs=kwargs)

@@ -488,6 +488,7 @@ def test_a_sampler_keeps_its_rows_until_it_deals_anew(comm):
     begin = {"rows": 10, "epoch": 1, "processed_indices": []}
     sampler.load_state(begin, comm=comm)
     rows = list(sampler)
+    assert sampler.get_indices(1, 2) == rows[2:4]
     assert len(rows) == len(sampler) == -(-10 // comm.size)
     sampler.record_batch(0, 2)
     assert list(sampler) == rows

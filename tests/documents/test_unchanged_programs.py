@@ -52,7 +52,7 @@ import horovod.torch as hvd
 import beside
 assert horovod.__version__ == "0.28.1"
 from horovod.common.process_sets import ProcessSet
-from horovod.torch.compression import Compression
+from horovod.torch.compression import Compression, Compressor
 from horovod.torch.elastic.sampler import ElasticSampler
 from horovod.torch.functions import broadcast_parameters
 from horovod.torch.mpi_ops import allreduce_async_, synchronize, rank, size
