@@ -17,7 +17,7 @@ arrays, so the ranks that hold the parts add their partial products. Then the pa
 reverse order.
 
 Cost per rank, with k = floor(log2 P) and n arrays: 2 k messages with 2 (1 - 2^-k) S bytes, and
-k (k + 1)/2 messages of 24 n bytes. If P is no power of two, up to 2 messages of S bytes more.
+k (k + 1)/2 messages of 24 n bytes. For P between powers of two, up to 2 messages of S bytes more.
 
 Order: fixed by P and the sizes of the arrays. Products are float64; a combined array is rounded
 once per round. All ranks get the same bits.

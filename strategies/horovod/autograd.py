@@ -6,7 +6,7 @@ of the results on P ranks. The factor is relative to the gradient of the sum of 
 | operation | gradient on a rank | factor |
 | --- | --- | --- |
 | allreduce Sum, Average | the same of all g | 1 |
-| allreduce Adasum | Adasum of all g, which is no derivative | |
+| allreduce Adasum | Adasum of all g, as in Horovod; not the derivative | |
 | allreduce Min, Max | the sum of all g where the result is this rank's, over the ties | 1 |
 | allreduce Product | the sum of all g times the product of the other ranks' numbers | 1 |
 | allgather | this rank's rows of the mean of all g | 1/P |
