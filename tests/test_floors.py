@@ -42,7 +42,7 @@ FLOORS = {
         {"averaging"},
         {"jax", "strategy", "torch"},
         {"tpu", "remote_optimizers"},
-        {"distributed_optimizer", "parameter_server", "spare_replica"},
+        {"distributed_optimizer", "keras", "parameter_server", "spare_replica"},
         {"demo", "horovod"},
         {"__init__", "__main__"},
     ],

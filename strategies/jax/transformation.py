@@ -37,9 +37,14 @@ _named = known_as("DistributedOptimizer.update")
 
 
 class AveragingTransformation(optax.GradientTransformationExtraArgs):  # type: ignore[misc,name-defined,unused-ignore]
-    """An Optax transformation that averages over the ranks; `DistributedOptimizer` creates it."""
+    """An Optax transformation that averages over the ranks; `DistributedOptimizer` creates it.
+
+    Attributes:
+        comm: communicator of the averages, which are the only calls over it.
+    """
 
     is_distributed = True
+    comm: cc.Communicator
 
 
 class MultiStepsState(NamedTuple):
@@ -83,9 +88,11 @@ def wrap(
         average.compare(due, params, state, made)
         return made, changed
 
-    if rule.backward_passes_per_step == 1:
-        return AveragingTransformation(inner.init, update)
-    return _with_passes(inner, average, rule.backward_passes_per_step)
+    made = AveragingTransformation(inner.init, update)
+    if rule.backward_passes_per_step > 1:
+        made = _with_passes(inner, average, rule.backward_passes_per_step)
+    made.comm = own
+    return made
 
 
 def _with_passes(inner: Any, average: _Average, wanted: int) -> AveragingTransformation:
