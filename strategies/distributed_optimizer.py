@@ -254,7 +254,8 @@ def _refuse_keras(optimizer: Any) -> None:
     roots = {kind.__module__.partition(".")[0] for kind in type(optimizer).__mro__}
     if roots & {"keras", "tf_keras", "tensorflow"}:
         raise TypeError(
-            "DistributedOptimizer: optimizers of Keras are not supported, expected one of "
-            "strategies.optimizers, of torch.optim or of Optax, got "
-            f"{type(optimizer).__module__}.{type(optimizer).__qualname__}"
+            "DistributedOptimizer: optimizers of Keras are wrapped by "
+            "strategies.keras.DistributedOptimizer, expected one of strategies.optimizers, of "
+            f"torch.optim or of Optax, got {type(optimizer).__module__}."
+            f"{type(optimizer).__qualname__}"
         )

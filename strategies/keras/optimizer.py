@@ -8,6 +8,7 @@ steps average as well.
 
 from __future__ import annotations
 
+import re
 import sys
 from collections import Counter
 from collections.abc import Callable, Sequence
@@ -165,8 +166,10 @@ def _settings(optimizer: Any) -> str:
 
 
 def _names(variables: Sequence[Any]) -> list[str]:
-    """Return a name for each variable, for errors; made unique by its position."""
-    paths = [variable.path for variable in variables]
+    """Return a name for each variable; made unique by its position."""
+    # Without the numbers by which Keras tells layers of several models apart, because a rank may
+    # have made more models than others.
+    paths = [re.sub(r"_\d+(?=[/_]|$)", "", variable.path) for variable in variables]
     count = Counter(paths)
     return [path if count[path] == 1 else f"{path} {i}" for i, path in enumerate(paths)]
 
