@@ -127,7 +127,7 @@ $(VENV)/.unisono-kind-jax: $(STAMP)
 	touch "$@"
 
 $(VENV)/.unisono-kind-frameworks: $(VENV)/.unisono-kind-torch
-	"$(VENV)/bin/python" -m pip install $(QUIETLY) "accelerate>=1.15" "lightning>=2.6" "transformers>=5.24"
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) "accelerate>=1.15" "keras>=3.15" "lightning>=2.6" "transformers>=5.24"
 	touch "$@"
 
 $(VENV)/.unisono-kind-notebook: $(STAMP)

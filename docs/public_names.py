@@ -9,6 +9,7 @@ from __future__ import annotations
 import importlib
 import importlib.util
 import inspect
+import os
 import re
 from collections.abc import Iterator
 from pathlib import Path
@@ -45,14 +46,18 @@ MODULES = {
     "strategies": "Strategies, and what a training program needs most. More is in its modules.",
     "strategies.torch": "For PyTorch.",
     "strategies.jax": "For JAX: operations inside compiled programs.",
+    "strategies.keras": "For Keras 3, with its backends torch and jax.",
     "strategies.horovod.elastic": "Horovod's names for jobs whose ranks may die: `hvd.elastic`.",
     "strategies.horovod.torch": "Horovod's names for PyTorch.",
     "strategies.horovod.jax": "Horovod's names for JAX.",
     "strategies.horovod.numpy": "Horovod's names for NumPy.",
 }
+# By default Keras imports TensorFlow.
+os.environ.setdefault("KERAS_BACKEND", "numpy")
+
 # Sections of our docstrings that are a sentence on the line of their name.
 _SENTENCE = re.compile(r"^(Collective|Cost|Meaning|Order|Sources?): (?=\S)")
-_OPTIONAL = ("cupy", "jax", "jaxlib", "optax", "torch")
+_OPTIONAL = ("cupy", "jax", "jaxlib", "keras", "optax", "torch")
 
 
 def write(folder: Path) -> None:

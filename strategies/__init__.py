@@ -108,13 +108,14 @@ __all__ = [
     "variables",
 ]
 
-# Not in `__all__`, because `from strategies import *` would import PyTorch and JAX.
-_LAZY = ("experiment", "horovod", "jax", "model_parallel", "torch")
+# Not in `__all__`, because `from strategies import *` would import PyTorch, JAX and Keras.
+_LAZY = ("experiment", "horovod", "jax", "keras", "model_parallel", "torch")
 
 if TYPE_CHECKING:
     from strategies import experiment as experiment
     from strategies import horovod as horovod
     from strategies import jax as jax
+    from strategies import keras as keras
     from strategies import model_parallel as model_parallel
     from strategies import torch as torch
 else:  # hidden from type checkers, which would accept any name

@@ -18,7 +18,7 @@ import pytest
 REQUIREMENTS = (
     "compiler",  # of C++
     "cores",  # two of them
-    "frameworks",  # over PyTorch: Accelerate, Lightning, Transformers
+    "frameworks",  # Accelerate, Lightning, Transformers over PyTorch; Keras over it and JAX
     "gpu",  # a CUDA device, and CuPy
     "impi",  # Intel MPI, beside the first MPI library
     "jax",  # with Optax
@@ -39,7 +39,7 @@ REQUIREMENTS = (
 # Packages that come with another one that has the requirement's name.
 _PART_OF = {
     "optax": "jax",
-    **dict.fromkeys(("accelerate", "lightning", "transformers"), "frameworks"),
+    **dict.fromkeys(("accelerate", "keras", "lightning", "transformers"), "frameworks"),
     **dict.fromkeys(("build", "twine"), "package"),
     "basedpyright": "pyright",
     **dict.fromkeys(("ipykernel", "nbclient"), "notebook"),

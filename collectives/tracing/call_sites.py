@@ -29,7 +29,8 @@ _OURS = ("collectives.", "strategies.")
 # Libraries whose hooks and callbacks call the packages on behalf of the user.
 _BETWEEN = (
     "torch.", "jax.", "optax.", "unisono_torch",
-    "accelerate.", "keras.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "transformers.",
+    "accelerate.", "lightning.", "lightning_fabric.", "pytorch_lightning.", "transformers.",
+    "keras.",
 )  # fmt: skip
 
 

@@ -98,10 +98,10 @@ def DistributedOptimizer(
         (_DistributedLossScale if scales_loss else _Distributed, wrapped),
         {"__module__": wrapped.__module__, "_average": average, "_wrapped": wrapped},
     )
-    made = object.__new__(kind)
+    made: Any = object.__new__(kind)
     # Not a copy, because Keras's optimizers find their variables by identity.
     object.__setattr__(made, "__dict__", optimizer.__dict__)
-    return cast(O, made)
+    return cast("O", made)
 
 
 def backend() -> str:
@@ -139,7 +139,7 @@ def in_step_with(model: Any, what: str) -> cc.Communicator:
             f"{what}: the model's optimizer averages no gradients, expected compile with "
             f"strategies.keras.DistributedOptimizer, got {type(optimizer).__name__}"
         )
-    return cast(cc.Communicator, optimizer._average.between_steps())
+    return cast("cc.Communicator", optimizer._average.between_steps())
 
 
 def _check(optimizer: Any) -> None:

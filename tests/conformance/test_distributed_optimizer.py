@@ -572,7 +572,9 @@ def test_what_is_easily_given_by_mistake_is_refused_by_name_on_all_ranks(comm):
         pass
 
     for wrong in (_Keras(), Custom()):
-        with pytest.raises(TypeError, match=r"wrapped by strategies\.keras\.DistributedOptimizer, expected"):
+        with pytest.raises(
+            TypeError, match=r"wrapped by strategies\.keras\.DistributedOptimizer, expected"
+        ):
             strategies.DistributedOptimizer(wrong, comm=comm)
     optimizer = strategies.DistributedOptimizer(strategies.SGD(1.0), comm=comm)
     w = strategies.Variable(np.ones(3), name="w")

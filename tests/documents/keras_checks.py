@@ -21,6 +21,7 @@ from pathlib import Path
 
 import keras
 import numpy as np
+import pytest
 
 import collectives as cc
 import strategies
@@ -89,13 +90,10 @@ def failing(kind, *texts):
         import jax
 
         kind = (kind, jax.errors.JaxRuntimeError)
-    try:
+    with pytest.raises(kind) as caught:
         yield
-    except kind as error:
-        for text in texts:
-            assert re.search(text, str(error)), str(error)
-    else:
-        raise AssertionError(f"expected {kind}")
+    for text in texts:
+        assert re.search(text, str(caught.value)), caught.value
 
 
 OPTIMIZERS = {
@@ -208,9 +206,7 @@ def check_the_learning_rate_rises():
 def check_metrics_are_averaged():
     model = built(sk.DistributedOptimizer(keras.optimizers.SGD(0.0)), metrics=["accuracy"])
     x, y = of_rank(world, X), of_rank(world, Y)
-    history = fit(
-        model, x, y, 4, 1, validation_data=(x, y), callbacks=[sk.MetricAverage()]
-    ).history
+    history = fit(model, x, y, 4, 1, validation_data=(x, y), callbacks=[sk.MetricAverage()]).history
     exact = dict(zip(("loss", "accuracy"), model.evaluate(X, Y, verbose=0), strict=True))
     for name, value in exact.items():
         np.testing.assert_allclose(history[name], [value], rtol=1e-6)
@@ -241,9 +237,7 @@ def check_checkpoints_of_a_saver():
         model = built(sk.DistributedOptimizer(keras.optimizers.SGD(0.1, momentum=0.9)))
         model.optimizer.build(model.trainable_variables)
         with strategies.CheckpointManager(folder / name, world) as checkpoints:
-            saver = Saver(
-                checkpoints, weights=model.weights, optimizer=model.optimizer.variables
-            )
+            saver = Saver(checkpoints, weights=model.weights, optimizer=model.optimizer.variables)
             first = saver.restore() or 0
             each = keras.callbacks.LambdaCallback(
                 on_epoch_end=lambda epoch, logs: saver.save(epoch + 1)
@@ -325,7 +319,7 @@ def check_ranks_that_differ_are_an_error():
     with failing(cc.MismatchError, "ranks differ in their .*learning_rate.* on rank 1"):
         fit(model, X, Y, 4)
     forget_failures()
-    with failing(cc.MismatchError, r"nesterov=1\.0 on rank 0|nesterov=True on rank 0"):
+    with failing(cc.MismatchError, "nesterov=True.* on rank 0"):
         sk.DistributedOptimizer(keras.optimizers.SGD(0.1, nesterov=world.rank == 0))
     assert world.allreduce(1, op=cc.SUM) == world.size
 
@@ -341,7 +335,7 @@ def check_wrong_calls():
         sk.DistributedOptimizer(strategies.Momentum(0.1, 0.9))
     with failing(TypeError, "strategies.keras.DistributedOptimizer"):
         strategies.DistributedOptimizer(keras.optimizers.SGD(0.1))
-    with failing(ValueError, "op"):
+    with failing(ValueError, "expected MEAN or SUM"):
         sk.DistributedOptimizer(keras.optimizers.SGD(0.1), op=cc.MAX)
     for callback in (sk.BroadcastGlobalVariables, sk.MetricAverage):
         with failing(ValueError, f"{callback.__name__}: the model's optimizer averages no"):

@@ -6,6 +6,7 @@ import doctest
 import importlib
 import importlib.util
 import inspect
+import os
 import pydoc
 import re
 import sys
@@ -19,6 +20,9 @@ from launcher import ROOT, run
 from requirements import needs
 from test_floors import modules
 
+# By default Keras imports TensorFlow.
+os.environ.setdefault("KERAS_BACKEND", "numpy")
+
 FILES = {
     name.removesuffix(".__init__"): file
     for package in ("collectives", "strategies")
@@ -29,7 +33,7 @@ MODULES = list(FILES)
 
 
 # What a module imports as soon as it is imported, and what its examples do.
-NEEDED = re.compile(r"^(?: *>>> )?(?:import|from) (torch|jax|optax)\b", re.MULTILINE)
+NEEDED = re.compile(r"^(?: *>>> )?(?:import|from) (torch|jax|keras|optax)\b", re.MULTILINE)
 
 
 def needed(name):
@@ -64,7 +68,7 @@ def test_all_lists_what_the_module_defines(name):
 # Modules that a package imports at their first use; they are not in `__all__`.
 AT_FIRST_USE = {
     "collectives": [],
-    "strategies": ["experiment", "horovod", "jax", "model_parallel", "torch"],
+    "strategies": ["experiment", "horovod", "jax", "keras", "model_parallel", "torch"],
 }
 
 
@@ -75,7 +79,7 @@ import importlib.util, sys, strategies
 for name in {AT_FIRST_USE["strategies"]}:
     assert f"strategies.{{name}}" not in sys.modules, name
     found = hasattr(strategies, name)
-    needed = name if name in ("jax", "torch") else "sys"
+    needed = name if name in ("jax", "keras", "torch") else "sys"
     assert found == (importlib.util.find_spec(needed) is not None), name
     assert (f"strategies.{{name}}" in sys.modules) == found, name
 strategies.experiment.train_and_evaluate
@@ -106,7 +110,7 @@ def reachable(names):
 
 def present():
     """Optional packages that are here."""
-    return {name for name in ("torch", "jax", "optax") if importlib.util.find_spec(name)}
+    return {name for name in ("torch", "jax", "keras", "optax") if importlib.util.find_spec(name)}
 
 
 def test_every_public_module_has_a_page(monkeypatch):
@@ -117,13 +121,13 @@ def test_every_public_module_has_a_page(monkeypatch):
     assert reachable(described) <= described
     # What is imported by its own name, and so is in no `__all__`.
     alone = {name for name in MODULES if re.fullmatch(r"strategies(\.horovod|\.model_parallel)?"
-             r"\.(torch|jax|numpy|experiment)", name)}  # fmt: skip
+             r"\.(torch|jax|keras|numpy|experiment)", name)}  # fmt: skip
     assert {name for name in alone if "__all__" in FILES[name].read_text()} <= described
 
 
 # What takes longest to import is imported when first needed: docs/support.md has what that leaves.
-LATE = ["numba", "llvmlite", "torch", "jax", "optax", "cupy", "mpi4py.MPI", "matplotlib", "sklearn",
-        "tensorboardX", "fsspec"]  # fmt: skip
+LATE = ["numba", "llvmlite", "torch", "jax", "optax", "keras", "cupy", "mpi4py.MPI", "matplotlib",
+        "sklearn", "tensorboardX", "fsspec"]  # fmt: skip
 
 
 @pytest.mark.parametrize("package", ["collectives", "strategies"])
