@@ -18,9 +18,10 @@ import keras
 import numpy as np
 
 import collectives as cc
+import strategies
 import strategies.keras
 from common.digits import PIXELS, table
-from strategies.checkpoint import CheckpointManager, Saver
+from strategies.checkpoint import Saver
 
 Pairs = tuple[np.ndarray, np.ndarray]
 
@@ -44,7 +45,7 @@ def main() -> None:
     optimizer.build(model.trainable_variables)
 
     training, held_out = load()
-    with CheckpointManager(options.checkpoints, comm) as checkpoints:
+    with strategies.CheckpointManager(options.checkpoints, comm) as checkpoints:
         saver = Saver(checkpoints, weights=model.weights, optimizer=optimizer.variables)
         first = (saver.restore() or 0) if options.resume else 0
 

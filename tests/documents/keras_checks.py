@@ -346,6 +346,16 @@ def check_wrong_calls():
         model.fit((pair for pair in [(X, Y)]), shuffle=False, verbose=0, callbacks=[warmup])
 
 
+def check_the_page_s_programs():
+    text = (Path(__file__).parents[2] / "docs" / "keras.md").read_text()
+    names = {"__name__": "page"}
+    os.chdir(folder)  # where the page writes its files
+    for block in re.findall(r"^```python\n(.*?)^```$", text, re.MULTILINE | re.DOTALL):
+        exec(block, names)
+    strategies.check_consistent(names["model"].get_weights())
+    assert names["metrics"].keys() == {"loss"}
+
+
 class Killed(keras.callbacks.Callback):
     """Kills its rank before the second step."""
 

@@ -39,7 +39,7 @@ FIRST = {
     "install": "start",
     "jax": "jax",
     "jupyter": "faq",
-    "keras": "faq",
+    "keras": "keras",
     "launcher mpirun": "how-to/my-launcher",
     "learning rate": "optimizers",
     "mixed precision": "how-to/sixteen-bits",
