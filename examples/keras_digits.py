@@ -3,9 +3,9 @@
     KERAS_BACKEND=torch mpirun -np 2 python examples/keras_digits.py
     KERAS_BACKEND=jax mpirun -np 2 python examples/keras_digits.py --resume --epochs 48
 
-Three marked lines make it a program of many ranks: they keep all copies of the model in step. The
-others are those of a program of one rank, but that each rank takes its share of every batch, and
-`in_step` weights shares of different sizes. A callback writes checkpoints.
+Three marked lines make it a program of many ranks: they keep all copies of the model in step. Each
+rank takes its share of every batch, and `in_step` weights shares of different sizes. The rest is a
+program of one rank. A callback writes checkpoints.
 """
 
 from __future__ import annotations

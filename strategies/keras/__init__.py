@@ -13,6 +13,7 @@ except ModuleNotFoundError as missing:
         "set KERAS_BACKEND=torch or KERAS_BACKEND=jax before the first import of keras"
     ) from missing
 
+from strategies.averaging.metrics import metric_average
 from strategies.keras.batches import in_step
 from strategies.keras.callbacks import (
     BroadcastGlobalVariables,
@@ -27,4 +28,5 @@ __all__ = [
     "LearningRateWarmup",
     "MetricAverage",
     "in_step",
+    "metric_average",
 ]

@@ -38,7 +38,7 @@ def in_step(batches: Iterable[Any], *, comm: cc.Communicator | None = None) -> I
         `(x, y, sample_weight)`, the weights in float32.
 
     Raises:
-        ValueError: a batch is no such tuple; on all ranks.
+        ValueError: a batch has another form; on all ranks.
         Exception: as `strategies.input.in_step`.
 
     Cost: one small exchange and one all-reduce of 8 bytes per step.

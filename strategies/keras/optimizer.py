@@ -8,6 +8,7 @@ steps average as well.
 
 from __future__ import annotations
 
+import functools
 import re
 import sys
 from collections import Counter
@@ -167,11 +168,15 @@ def _settings(optimizer: Any) -> str:
 
 def _names(variables: Sequence[Any]) -> list[str]:
     """Return a name for each variable; made unique by its position."""
-    # Without the numbers by which Keras tells layers of several models apart, because a rank may
-    # have made more models than others.
-    paths = [re.sub(r"_\d+(?=[/_]|$)", "", variable.path) for variable in variables]
+    paths = [_unnumbered(variable.path) for variable in variables]
     count = Counter(paths)
     return [path if count[path] == 1 else f"{path} {i}" for i, path in enumerate(paths)]
+
+
+@functools.cache
+def _unnumbered(path: str) -> str:
+    """Return a path without Keras's numbers of layers: a rank may have made further models."""
+    return re.sub(r"_\d+(?=[/_]|$)", "", path)
 
 
 class _Average(Protocol):

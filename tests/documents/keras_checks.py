@@ -124,7 +124,7 @@ def check_a_fit_equals_that_of_one_process():
 
 def check_uneven_batches_in_step_are_a_mean_over_all_rows():
     for group in groups:
-        # Rank r has r batches less than the others, and shorter ones; one has none at all.
+        # Rank 1 has fewer batches than rank 0, of other sizes; rank 2 has none.
         counts = [[5, 2, 4], [3, 3], []][: group.size]
         starts = np.cumsum([0, *map(sum, counts)])
         factors = random_weights(starts[-1])
@@ -392,9 +392,9 @@ def main() -> None:
 
 
 if __name__ == "__main__":
-    folder = Path(sys.argv[1])
+    folder = Path(sys.argv[1]).resolve()
     world = cc.init()
-    # Of one, two and three ranks: those that this rank belongs to.
+    # Groups of one, two and three ranks.
     groups = [world.group(range(size)) for size in range(1, world.size + 1)]
     groups = [group for group in groups if group is not None]
     main()
