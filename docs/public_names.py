@@ -53,7 +53,7 @@ MODULES = {
     "strategies.horovod.numpy": "Horovod's names for NumPy.",
 }
 # By default Keras imports TensorFlow.
-os.environ.setdefault("KERAS_BACKEND", "numpy")
+os.environ.setdefault("KERAS_BACKEND", "torch")
 
 # Sections of our docstrings that are a sentence on the line of their name.
 _SENTENCE = re.compile(r"^(Collective|Cost|Meaning|Order|Sources?): (?=\S)")

@@ -21,7 +21,7 @@ from requirements import needs
 from test_floors import modules
 
 # By default Keras imports TensorFlow.
-os.environ.setdefault("KERAS_BACKEND", "numpy")
+os.environ.setdefault("KERAS_BACKEND", "torch")
 
 FILES = {
     name.removesuffix(".__init__"): file
@@ -33,7 +33,9 @@ MODULES = list(FILES)
 
 
 # What a module imports as soon as it is imported, and what its examples do.
-NEEDED = re.compile(r"^(?: *>>> )?(?:import|from) (torch|jax|keras|optax)\b", re.MULTILINE)
+NEEDED = re.compile(
+    r"^(?: *>>> |try:\n    )?(?:import|from) (torch|jax|keras|optax)\b", re.MULTILINE
+)
 
 
 def needed(name):
@@ -185,7 +187,7 @@ def test_examples_in_docstrings(name):
 def test_only_modules_that_say_so_need_optional_packages():
     text = """
         import importlib, sys
-        for package in ("torch", "jax", "optax", "cupy"):
+        for package in ("torch", "jax", "keras", "optax", "cupy"):
             sys.modules[package] = None  # as if it were not installed
         for name in sys.argv[1:]:
             importlib.import_module(name)

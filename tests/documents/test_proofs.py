@@ -41,13 +41,15 @@ OF_OTHERS = {
 
 # What other pages name of MPI, CUDA, Slurm and libraries, or as an example.
 NAMES_OF_OTHERS = {
-    "DeprecationWarning", "KERAS_BACKEND", "LD_LIBRARY_PATH", "MPI_Comm_accept",
+    "BatchNormalization", "DataParallel", "DeprecationWarning", "LD_LIBRARY_PATH",
+    "ModelParallel", "MPI_Comm_accept", "class_weight", "mean_with_sample_weight",
+    "set_distribution", "weighted_metrics",
     "MPI_Comm_connect", "MPI_Comm_join", "MPI_Recv", "MPI_Send", "MPI_THREAD_MULTIPLE",
     "NCCL_DEBUG", "OMPI_MCA_btl_tcp_if_include", "PBS_NODEFILE", "PreemptParameters",
     "SLURM_NODEID", "SyncReplicasOptimizer", "THP_MEM_ALLOC_ENABLE", "TPU_VISIBLE_CHIPS",
     "XLA_PYTHON_CLIENT_MEM_FRACTION", "_register_builtin_comm_hook", "apply_indexed_slices_grad",
     "ddp_backend", "exp_1", "send_user_signal", "test_model",
-    "set_per_process_memory_fraction", "stateless_call", "take_indexed_slices_grad",
+    "set_per_process_memory_fraction", "take_indexed_slices_grad",
 }  # fmt: skip
 
 
