@@ -115,7 +115,8 @@ def check_a_fit_equals_that_of_one_process():
     for name, (make, tolerance) in OPTIMIZERS.items():
         alone = built(make())
         fit(alone, X, Y, ROWS)
-        for group in groups:
+        # One optimizer at each number of ranks, because every model compiles its own step.
+        for group in groups if name == "momentum" else [world]:
             model = together(group, make)
             assert isinstance(model.optimizer, type(make())), name
             np.testing.assert_allclose(weights(model), weights(alone), err_msg=name, **tolerance)
