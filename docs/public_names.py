@@ -117,7 +117,7 @@ def _entry(path: str, thing: object, seen: dict[int, str]) -> Iterator[str]:
         kind = "function" if inspect.isroutine(thing) else "data"
     yield f".. auto{kind}:: {path}"
     if kind == "class":
-        yield "   :inherited-members: object, Exception, tuple, Module, Optimizer"
+        yield "   :inherited-members: object, Exception, tuple, Module, Optimizer, Callback"
     yield ""
 
 
