@@ -3,8 +3,8 @@
     mpirun -np 3 python examples/jax_servers.py
     mpirun -np 4 python examples/jax_servers.py --spare 1
 
-The compiled step is that of one process: its transformation calls back to the host, pushes
-gradients, and returns what brings the parameters to the newest values.
+The compiled step is that of one process: its transformation calls a Python function, which pushes
+gradients and returns what brings the parameters to the newest values.
 """
 
 from __future__ import annotations

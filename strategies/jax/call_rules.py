@@ -26,9 +26,9 @@ from typing import Any, NamedTuple, TypeAlias
 import numpy as np
 
 import collectives as cc
-from collectives.extend import CallOrigin
+from collectives.extend import CallOrigin, calls_from, check_usable
 
-__all__ = ["RULES", "Call", "Rule", "adjoint_of", "communicator_of", "forget"]
+__all__ = ["RULES", "Call", "Rule", "adjoint_of", "communicator_of", "forget", "run"]
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Shape: TypeAlias = tuple[int, ...]
@@ -129,6 +129,13 @@ def communicator_of(call: Call) -> cc.Communicator:
 def forget(comm: cc.Communicator) -> None:
     """Drop the private communicator of a closed or failed communicator."""
     _private.pop(comm, None)
+
+
+def run(call: Call, operands: Sequence[Array], results: Sequence[Array]) -> None:
+    """Run a call on host arrays; errors name the line of the program."""
+    check_usable(call.comm, call.operation)
+    with calls_from(call.origin):
+        RULES[call.operation].move(communicator_of(call), call, operands, results)
 
 
 def _options(call: Call) -> dict[str, Any]:

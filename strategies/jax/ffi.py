@@ -17,19 +17,21 @@ import ctypes
 import functools
 import itertools
 import re
-from collections.abc import Sequence
+import warnings
+from collections.abc import Callable, Sequence
 from pathlib import Path
-from typing import Any
+from typing import Any, TypeAlias
 
 import jax
 import numpy as np
 
-from collectives.extend import calls_from, check_usable
-from strategies.jax import call_rules
-from strategies.jax.call_rules import Array, Call
+import collectives as cc
+from strategies.jax.call_rules import Array, forget
 from strategies.jax.failures import record_failure
 
-__all__ = ["TARGET", "ProgramCall", "register"]
+__all__ = ["TARGET", "ProgramCall", "Runner", "is_usable"]
+
+Runner: TypeAlias = Callable[[Sequence[Array], Sequence[Array]], None]
 
 # Name of the handler in programs.
 TARGET = "unisono_collective"
@@ -103,16 +105,21 @@ class ProgramCall:
     """One call in one program, with views of the buffers that XLA has passed.
 
     Args:
-        call: the call.
+        run: called with host arrays, the operands and the results to fill.
         operands: shape and dtype of every operand.
         results: shape and dtype of every result.
+        comm: the user's communicator; None if the call has none.
     """
 
-    def __init__(self, call: Call, operands: Sequence[Any], results: Sequence[Any]) -> None:
-        self._call = call
-        self._move = call_rules.RULES[call.operation].move
-        self._comm = call_rules.communicator_of(call)
-        self._origin = calls_from(call.origin)
+    def __init__(
+        self,
+        run: Runner,
+        operands: Sequence[Any],
+        results: Sequence[Any],
+        comm: cc.Communicator | None = None,
+    ) -> None:
+        self._run = run
+        self._comm = comm
         self._specs = [(aval.shape, np.dtype(aval.dtype)) for aval in (*operands, *results)]
         self._count = len(operands)
         self._views: dict[tuple[int, ...], tuple[list[Array], list[Array]]] = {}
@@ -122,16 +129,12 @@ class ProgramCall:
         # Calls stay in the table, because JAX drops programs without notice. Those of a closed or
         # failed communicator only raise its error, so its shared memory can be freed.
         for call in list(_calls.values()):
-            if call._call.comm.failure is not None:
-                call._release()
+            if call._comm is not None and call._comm.failure is not None:
+                call._views.clear()
+                forget(call._comm)
         number = next(_numbers)
         _calls[number] = self
         return number
-
-    def _release(self) -> None:
-        self._views.clear()
-        self._comm = self._call.comm
-        call_rules.forget(self._call.comm)
 
     def run(self, frame: _Frame) -> None:
         """Run the call on the buffers of a frame."""
@@ -143,13 +146,7 @@ class ProgramCall:
         views = self._views.get(addresses)
         if views is None:
             views = self._view(addresses)
-        self.run_on(*views)
-
-    def run_on(self, operands: Sequence[Array], results: Sequence[Array]) -> None:
-        """Run the call on host arrays; errors name the line of the program."""
-        check_usable(self._call.comm, self._call.operation)
-        with self._origin:
-            self._move(self._comm, self._call, operands, results)
+        self._run(*views)
 
     def _view(self, addresses: tuple[int, ...]) -> tuple[list[Array], list[Array]]:
         views = [
@@ -225,21 +222,20 @@ def _header_version() -> tuple[int, int]:
 
 
 @functools.cache
-def register() -> None:
-    """Register the handler with XLA before the first program.
-
-    Raises:
-        ImportError: JAX has no foreign function interface of version 0.
-    """
+def is_usable() -> bool:
+    """Register the handler with XLA, and return whether the interface is the known one."""
     if not hasattr(jax, "ffi"):
-        raise ImportError(
-            f"strategies.jax: expected JAX 0.5 or newer, which has jax.ffi, got {jax.__version__}"
-        )
-    major, minor = _header_version()
-    if major != 0:
-        raise ImportError(
-            f"strategies.jax: the foreign function interface of jaxlib has changed, expected "
-            f"version 0, got {major}.{minor}; use a version of JAX from docs/support.md"
-        )
-    address = ctypes.cast(_c_handle, _POINTER).value
-    jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(address), platform="cpu")
+        found = f"JAX {jax.__version__} has no jax.ffi, expected JAX 0.5 or newer"
+    elif (version := _header_version())[0] != 0:
+        found = f"expected version 0, got {version[0]}.{version[1]}"
+    else:
+        address = ctypes.cast(_c_handle, _POINTER).value
+        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(address), platform="cpu")
+        return True
+    warnings.warn(
+        f"strategies.jax: the foreign function interface of XLA does not fit: {found}; compiled "
+        "programs call operations by the slower io_callback; docs/support.md lists the tested "
+        "versions of JAX",
+        stacklevel=2,
+    )
+    return False

@@ -11,15 +11,17 @@ Gradients are those of the sum of all ranks' losses (`strategies.model_parallel`
 from __future__ import annotations
 
 import functools
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from typing import Any
 
 import jax
 import jax.numpy as jnp
 import numpy as np
+from jax.experimental import io_callback
 from jax.interpreters import ad, batching, mlir
 
-from strategies.jax import ffi
+import collectives as cc
+from strategies.jax import call_rules, ffi
 from strategies.jax.call_rules import RULES, Call, adjoint_of
 
 try:
@@ -27,7 +29,7 @@ try:
 except ImportError:  # JAX before 0.4.36
     from jax.core import Primitive
 
-__all__ = ["bind"]
+__all__ = ["Primitive", "bind", "callback_effect", "lower_in_order", "ordered_effect"]
 
 
 def bind(call: Call, operands: Sequence[Any]) -> list[Any]:
@@ -43,10 +45,19 @@ def _primitives() -> dict[str, Any]:
 
 
 @functools.cache
-def _effect() -> Any:
+def ordered_effect() -> Any:
     """Return the effect that orders calls."""
-    program = jax.make_jaxpr(lambda: jax.debug.callback(lambda: None, ordered=True))()
-    (effect,) = program.effects
+    return _effect_of(lambda: jax.debug.callback(lambda: None, ordered=True))
+
+
+@functools.cache
+def callback_effect() -> Any:
+    """Return the effect of `io_callback`, the only ordered one for programs of several devices."""
+    return _effect_of(lambda: io_callback(lambda: None, None, ordered=True))
+
+
+def _effect_of(program: Callable[[], Any]) -> Any:
+    (effect,) = jax.make_jaxpr(program)().effects
     return effect
 
 
@@ -62,7 +73,7 @@ def _primitive(name: str) -> Any:
     primitive.multiple_results = True
     primitive.def_impl(_run)
     primitive.def_effectful_abstract_eval(_evaluate)
-    mlir.register_lowering(primitive, _lower, platform="cpu")
+    mlir.register_lowering(primitive, _lower)
     ad.primitive_jvps[primitive] = _jvp
     ad.primitive_transposes[primitive] = _transpose
     batching.primitive_batchers[primitive] = _batch
@@ -73,7 +84,7 @@ def _run(*operands: Any, call: Call) -> list[Any]:
     """Run a call at once, after the programs in flight."""
     jax.effects_barrier()
     results = [np.empty(aval.shape, aval.dtype) for aval in _evaluate(*operands, call=call)[0]]
-    ffi.ProgramCall(call, operands, results).run_on([np.asarray(x) for x in operands], results)
+    call_rules.run(call, [np.asarray(x) for x in operands], results)
     return [_placed(*pair) for pair in zip(results, operands, strict=True)]
 
 
@@ -89,21 +100,72 @@ def _placed(result: Any, operand: Any) -> Any:
 def _evaluate(*operands: Any, call: Call) -> tuple[list[Any], set[Any]]:
     """Return shapes and dtypes of the results, and the effect."""
     shape = RULES[call.operation].shape
-    return [jax.core.ShapedArray(shape(call, x.shape), x.dtype) for x in operands], {_effect()}
+    results = [jax.core.ShapedArray(shape(call, x.shape), x.dtype) for x in operands]
+    return results, {ordered_effect()}
 
 
-def _lower(context: Any, *operands: Any, call: Call) -> list[Any]:
-    """Add the handler's call to a program, between two tokens."""
-    ffi.register()
-    number = ffi.ProgramCall(call, context.avals_in, context.avals_out).numbered()
+def _lower(context: Any, *operands: Any, call: Call) -> Any:
+    """Add the call to a program."""
+    call_rules.communicator_of(call)
+    return lower_in_order(context, operands, functools.partial(call_rules.run, call), call.comm)
+
+
+def lower_in_order(
+    context: Any, operands: Sequence[Any], run: ffi.Runner, comm: cc.Communicator | None = None
+) -> Any:
+    """Add a call to a program, between two tokens of its effect.
+
+    Programs of one CPU device call the handler, other programs an `io_callback`.
+
+    Args:
+        context: JAX's context of the lowering.
+        operands: values of the program.
+        run: as for `ffi.ProgramCall`.
+        comm: as for `ffi.ProgramCall`.
+    """
+    (effect,) = context.tokens_in.effects()
+    if not _takes_handler(context):
+        return _lower_callback(context, operands, run, effect)
+    number = ffi.ProgramCall(run, context.avals_in, context.avals_out, comm).numbered()
     with_token = context.replace(
         avals_in=[*context.avals_in, _token()], avals_out=[*context.avals_out, _token()]
     )
     lower = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True)
-    token = context.tokens_in.get(_effect())
+    token = context.tokens_in.get(effect)
     results = list(lower(with_token, *operands, token, number=np.int64(number)))
-    context.set_tokens_out(mlir.TokenSet({_effect(): results.pop()}))
+    context.set_tokens_out(mlir.TokenSet({effect: results.pop()}))
     return results
+
+
+def _takes_handler(context: Any) -> bool:
+    """Return whether a program can call the handler: on one CPU device."""
+    module = context.module_context
+    devices = getattr(module.axis_context, "num_devices", 1)
+    return tuple(module.platforms) == ("cpu",) and devices == 1 and ffi.is_usable()
+
+
+def _lower_callback(context: Any, operands: Sequence[Any], run: ffi.Runner, effect: Any) -> Any:
+    """Add a call by JAX's own callback, whose effect takes the place of another ordered effect."""
+    lowering = mlir.lower_fun(
+        lambda *values: _by_callback(run, context.avals_out, values), multiple_results=True
+    )
+    token = context.tokens_in.get(effect)
+    inner = context.replace(tokens_in=mlir.TokenSet({callback_effect(): token}), tokens_out=None)
+    results = lowering(inner, *operands)
+    context.set_tokens_out(mlir.TokenSet({effect: inner.tokens_out.get(callback_effect())}))
+    return results
+
+
+def _by_callback(run: ffi.Runner, avals: Sequence[Any], operands: Sequence[Any]) -> Any:
+    """Run a call by JAX's own callback, which copies operands and results."""
+
+    def on_the_host(*given: Any) -> list[Any]:
+        results = [np.empty(aval.shape, aval.dtype) for aval in avals]
+        run([np.asarray(x) for x in given], results)
+        return results
+
+    shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]
+    return io_callback(on_the_host, shapes, *operands, ordered=True)
 
 
 def _jvp(primals: Sequence[Any], tangents: Sequence[Any], *, call: Call) -> Any:

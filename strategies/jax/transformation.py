@@ -1,13 +1,14 @@
 """Optax transformations that average gradients over ranks.
 
-Inside `jax.jit` a program has no arrays to send: it calls back to the host, which averages the
-gradients as for any other library, and continues with the result. The callbacks are ordered, so all
-ranks make them in program order. They use a communicator of their own, because JAX runs them in its
-own thread while the program's thread continues.
+Inside `jax.jit` the step is one call of a Python function, in program order with the operations of
+`strategies.jax`. It averages all gradients together, as for any other library: from XLA's buffers
+into buckets, and from there into the buffers of the results. The calls use a communicator of their
+own, because JAX runs them in its own thread while the program's thread continues.
 """
 
 from __future__ import annotations
 
+import copy
 from collections.abc import Sequence
 from typing import Any, NamedTuple
 
@@ -15,7 +16,6 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import io_callback
 
 import collectives as cc
 from collectives.extend import known_as
@@ -28,6 +28,7 @@ from strategies.averaging.parameter_spec import ParameterSpec
 from strategies.core.array_ops import COMPUTE
 from strategies.core.pytree import WHOLE
 from strategies.core.sparse import Rows
+from strategies.jax.host_calls import host_call
 from strategies.replicas.context import require_one_replica
 
 __all__ = ["AveragingTransformation", "MultiStepsState", "wrap"]
@@ -190,6 +191,12 @@ def _plain(leaf: Any) -> Any:
     return jax.random.key_data(leaf) if is_key else leaf
 
 
+def _like(array: Any) -> Any:
+    """Return an array of zeros with the shape and dtype of an array, in the memory of one zero."""
+    host = array if isinstance(array, jax.core.Tracer) else np.asarray(array)
+    return np.broadcast_to(np.zeros((), host.dtype), host.shape)
+
+
 class _Average:
     """Averages trees of arrays, inside and outside compiled programs."""
 
@@ -210,24 +217,23 @@ class _Average:
         names = [(path[0].key, _name(path[1:])) for path, _ in paths]
         values = [_plain(value) for _, value in paths]
 
-        @_named
-        def on_the_host(*hosts: Any) -> None:
+        def on_the_host(own: _Average, hosts: Sequence[Any], results: Sequence[Any]) -> None:
             named = zip(names, hosts, strict=True)
             consistency.compare(
-                self._averaging.comm,
+                own._averaging.comm,
                 OPERATION,
                 lambda: [fingerprint_of(kind, name, value) for (kind, name), value in named],
             )
 
-        def in_a_program(values: list[Any]) -> None:
-            # Ordered: ranks must make the callbacks in one order, and XLA may otherwise move them.
-            io_callback(on_the_host, None, *values, ordered=True)
-
         # A value from a trace is enough: the whole comparison then belongs to the program.
         if not any(isinstance(x, jax.core.Tracer) for x in [*values, due]):
             if due:
-                on_the_host(*values)
+                on_the_host(self, values, [])
         else:
+
+            def in_a_program(values: list[Any]) -> None:
+                host_call(on_the_host, self, [], values)
+
             # The same on all ranks, so that all of them compare or none does.
             jax.lax.cond(due, in_a_program, lambda values: None, values)
 
@@ -248,7 +254,8 @@ class _Average:
         arrays = [array for _, array in paths]
         names = [_name(path) for path, _ in paths]
         told = examples is not None
-        settings = _float_scalars(state)
+        scalars = _float_scalars(state)
+        settings = list(scalars)
         for name, array in zip(names, arrays, strict=True):
             if isinstance(array, Rows):
                 raise TypeError(
@@ -257,44 +264,44 @@ class _Average:
                     f"{name})"
                 )
 
-        @_named
-        def on_the_host(
-            rows: Any, mixed: Any, own: Sequence[Any], *values: Any
-        ) -> tuple[Any, list[Any]]:
-            # Kept for the checksum, which the averaging reads in this call.
-            self._settings = dict(zip(settings, own, strict=True))
-            hosts = [np.asarray(value) for value in values]
+        def on_the_host(own: _Average, given: Sequence[Any], results: Sequence[Any]) -> None:
+            rows, mixed, *others = given
+            # For the checksum, which keeps them: XLA reuses the memory of the operands.
+            own._settings = dict(zip(settings, map(copy.copy, others), strict=False))
+            hosts = [np.asarray(value) for value in others[len(settings) :]]
             error = ValueError(MIXED_EXAMPLES) if mixed else None
-            averages = self._average(names, hosts, float(rows) if told else None, passes, error)
-            return np.bool_(self._averaging.due), averages
+            averages = own._average(leaves, hosts, float(rows) if told else None, passes, error)
+            for result, average in zip(results, [own._averaging.due, *averages], strict=True):
+                np.copyto(result, average)
 
-        # A callback takes arrays only, so 0 replaces a missing number.
+        leaves = [ParameterSpec.of(*pair) for pair in zip(names, map(_like, arrays), strict=True)]
+        # An array replaces a missing number.
         rows = np.float32(0) if examples is None else examples
-        own = list(settings.values())
-        if not any(isinstance(x, jax.core.Tracer) for x in [*arrays, *own, rows]):
-            due, averages = on_the_host(rows, mixed, own, *arrays)
-            results = [jnp.asarray(x) for x in averages]
+        given = [rows, mixed, *scalars.values(), *arrays]
+        # The program must know shapes and dtypes of the results before it runs.
+        likes = [jax.ShapeDtypeStruct((), bool), *jax.eval_shape(lambda: arrays)]
+        if any(isinstance(x, jax.core.Tracer) for x in given):
+            due, *averages = host_call(on_the_host, self, likes, [jnp.asarray(x) for x in given])
         else:
-            # The program must know shapes and dtypes of the results before it runs.
-            shapes = jax.eval_shape(lambda: (jnp.bool_(False), arrays))
-            due, results = io_callback(on_the_host, shapes, rows, mixed, own, *arrays, ordered=True)
-        return jax.tree_util.tree_unflatten(tree, results), due
+            # New memory, because JAX keeps the arrays while the next step overwrites the buckets.
+            due, *hosts = results = [np.empty(like.shape, like.dtype) for like in likes]
+            on_the_host(self, given, results)
+            averages = [jnp.asarray(x) for x in hosts]
+        return jax.tree_util.tree_unflatten(tree, averages), due
 
     def _average(
         self,
-        names: Sequence[str],
+        leaves: Sequence[ParameterSpec],
         hosts: Sequence[Any],
         examples: float | None,
         passes: int,
         error: Exception | None,
     ) -> list[Any]:
-        leaves = [ParameterSpec.of(name, host) for name, host in zip(names, hosts, strict=True)]
         # The program has accumulated the passes, so one accumulation is enough.
         whole = GradientAccumulator(1).add(hosts, examples=examples, error=error, count=passes)
         assert whole is not None
         averaged = self._averaging.average(leaves, whole)
         # Clipped on the host, where all ranks hold the same averages.
         self._averaging.clip(averaged)
-        # Copies, because JAX keeps the arrays while the next step overwrites the buckets. A
-        # gradient that no rank has means ranks without examples, which the average has rejected.
-        return [np.array(g) for g in averaged]
+        # A gradient that no rank has means ranks without examples, which the average has rejected.
+        return averaged

@@ -1,6 +1,6 @@
 """Optax transformations whose steps a strategy runs elsewhere.
 
-Inside `jax.jit`, an ordered host callback pushes the gradients, as in `strategies.jax`.
+Inside `jax.jit`, a call of a Python function pushes the gradients (`strategies.jax.host_calls`).
 """
 
 from __future__ import annotations
@@ -12,10 +12,10 @@ import jax
 import jax.numpy as jnp
 import numpy as np
 import optax
-from jax.experimental import io_callback
 
 from strategies.core.pytree import WHOLE
 from strategies.core.sparse import Gradient, Rows
+from strategies.jax.host_calls import host_call
 from strategies.optimizers.optax_equivalents import equivalent
 from strategies.remote_optimizers.parameter_host import HostingStrategy, Parameter, ParameterHost
 
@@ -96,26 +96,31 @@ class _Steps:
         others, values, tree = _flat(params)
         self._check(names, "update")
         self._check(others, "update")
-        # Outside of the callback: a compiled program passes a placeholder instead of None.
+        # Outside of the function: a compiled program passes a placeholder instead of None.
         told = examples is not None
+        structure: Any = None
 
-        def on_the_host(rows: Any, gradients: Sequence[Any], values: Sequence[Any]) -> list[Any]:
-            assert self._hosted is not None
-            given = [_gradient(gradient) for gradient in gradients]
-            self._hosted.push(given, [None] * len(given), int(rows) if told else None)
-            newest = zip(self._hosted.values, values, strict=True)
-            # Optax adds updates to `params`, so the result is a difference.
-            return [new - np.asarray(old) for new, old in newest]
+        def on_the_host(own: _Steps, given: Sequence[Any], results: Sequence[Any]) -> None:
+            assert own._hosted is not None
+            rows, gradients, values = jax.tree_util.tree_unflatten(structure, given)
+            pushed = [_gradient(gradient) for gradient in gradients]
+            own._hosted.push(pushed, [None] * len(pushed), int(rows) if told else None)
+            for result, new, old in zip(results, own._hosted.values, values, strict=True):
+                # Optax adds updates to `params`, so the result is a difference.
+                np.copyto(result, new - np.asarray(old))
 
         rows = np.int32(examples if told else 0) if not _is_traced(examples) else examples
         # JAX does not accept `Rows`, only their arrays.
         gradients = [(g.indices, g.values) if isinstance(g, Rows) else g for g in gradients]
-        if any(map(_is_traced, jax.tree_util.tree_leaves([gradients, values, rows]))):
-            shapes = jax.eval_shape(lambda: values)
-            # Ordered, because pushes of two steps must not overtake each other.
-            changes = io_callback(on_the_host, shapes, rows, gradients, values, ordered=True)
+        given, structure = jax.tree_util.tree_flatten((rows, gradients, values))
+        likes = jax.eval_shape(lambda: values)
+        if any(map(_is_traced, given)):
+            # In order, because pushes of two steps must not overtake each other.
+            changes = host_call(on_the_host, self, likes, [jnp.asarray(x) for x in given])
         else:
-            changes = [jnp.asarray(x) for x in on_the_host(rows, gradients, values)]
+            results = [np.empty(like.shape, like.dtype) for like in likes]
+            on_the_host(self, given, results)
+            changes = [jnp.asarray(x) for x in results]
         return jax.tree_util.tree_unflatten(tree, changes), state
 
     def pull(self, params: Any) -> Any:

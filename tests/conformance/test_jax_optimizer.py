@@ -13,6 +13,7 @@ from requirements import installed
 
 jax, optax = installed("jax"), installed("optax")
 jnp = jax.numpy
+from strategies.jax import library_errors  # noqa: E402  (needs JAX)
 
 
 @pytest.fixture(params=["compiled", "not compiled"])
@@ -184,6 +185,20 @@ def test_clipping_compression_and_large_gradients(comm, compiled):
     np.testing.assert_allclose(np.asarray(small, float), -2 / norm, rtol=2.0**-6)
 
 
+def test_gradients_on_several_devices_of_a_process(comm, compiled):
+    devices = jax.local_devices()
+    if len(devices) == 1:
+        pytest.skip("the process has one device")
+    mesh = jax.sharding.Mesh(np.array(devices[:2]), ("x",))
+    everywhere = jax.sharding.NamedSharding(mesh, jax.sharding.PartitionSpec("x"))
+    gradients = jax.device_put(jnp.arange(6.0) * (comm.rank + 1), everywhere)
+    tx = strategies.DistributedOptimizer(optax.sgd(1.0), comm=comm)
+    update = compiled(lambda g, s: tx.update(g, s)[0])
+    for _ in range(2):
+        result = update(gradients, tx.init(gradients))
+        np.testing.assert_allclose(result, -np.arange(6.0) * (comm.size + 1) / 2)
+
+
 def test_results_do_not_share_memory_with_later_ones(comm, compiled):
     tx = strategies.DistributedOptimizer(optax.sgd(1.0), comm=comm)
     update = compiled(lambda g, s: tx.update(g, s)[0])
@@ -204,6 +219,17 @@ def test_other_gradients_on_one_rank_are_an_error_on_all_and_no_end(comm, compil
     gradient = {"w": jnp.full(2, float(comm.rank))}
     result = update(gradient, tx.init(gradient))["w"]
     np.testing.assert_allclose(result, -(comm.size - 1) / 2)
+
+
+@pytest.mark.several
+def test_errors_of_compiled_steps_are_the_library_s(comm):
+    tx = strategies.DistributedOptimizer(optax.sgd(1.0), comm=comm)
+    gradient = jnp.ones(3 if comm.rank == 1 else 2)
+    with jax.default_device(jax.devices()[comm.rank]):
+        update = jax.jit(lambda g: tx.update(g, tx.init(g))[0])
+        with pytest.raises(cc.MismatchError, match="DistributedOptimizer"), library_errors():
+            update(gradient)
+        np.testing.assert_array_equal(update(jnp.ones(2)), -1)
 
 
 def test_an_error_of_one_rank_reaches_all(comm):

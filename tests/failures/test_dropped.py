@@ -53,6 +53,11 @@ def of_optax():
     optimizer = strategies.DistributedOptimizer(optax.sgd(0.1))
     optimizer.update(x, optimizer.init(x), x)
 
+def of_compiled_optax():
+    import jax, optax
+    optimizer = strategies.DistributedOptimizer(optax.sgd(0.1))
+    jax.jit(lambda x: optimizer.update(x, optimizer.init(x), x)[0])(x).block_until_ready()
+
 def of_horovod():
     import strategies.horovod.torch as hvd
     hvd.init()
@@ -81,6 +86,7 @@ ROWS = {
     "an overlapping optimizer of PyTorch": lambda: of_torch(overlap=True),
     "a closed optimizer of PyTorch": lambda: of_torch().close(),
     "an optimizer of Optax": of_optax,
+    "a compiled step of Optax": of_compiled_optax,
     "an optimizer by Horovod's names": of_horovod,
     "a process set by Horovod's names": process_set,
 }
@@ -163,3 +169,10 @@ def test_optimizers_of_torch_and_horovods_names(tmp_path):
 def test_optimizers_of_optax(tmp_path):
     needs("jax")
     check(grown(tmp_path, "an optimizer of Optax"))
+
+
+def test_compiled_steps_of_optax(tmp_path):
+    needs("jax")
+    found = grown(tmp_path, "a compiled step of Optax")
+    # JAX keeps traces.
+    assert all(row[:3] == [0, 0, 0] for row in found.values()), found

@@ -79,24 +79,31 @@ def test_ctrl_c_ends_the_wait_of_a_program(tmp_path):
     assert "rank 0: interrupted" in result.stdout, result
 
 
-def test_another_version_of_the_interface_is_an_error_before_the_first_call(tmp_path):
+def test_another_version_of_the_interface_is_one_warning_and_a_callback(tmp_path):
     header = tmp_path / "xla" / "ffi" / "api" / "c_api.h"
     header.parent.mkdir(parents=True)
     header.write_text("#define XLA_FFI_API_MAJOR 1\n#define XLA_FFI_API_MINOR 2\n")
     text = f"""
-import jax
-from strategies.jax import allreduce
+import jax, jax.numpy as jnp, optax
+import collectives as cc, strategies
+from strategies.jax import allreduce, broadcast, library_errors
 jax.ffi.include_dir = lambda: {str(tmp_path)!r}
-print(allreduce(1.0))
+sums = lambda x: jax.lax.fori_loop(0, 3, lambda i, x: allreduce(x, op=cc.SUM) + 1, x)
+print(jax.jit(sums)(1.0), jax.jit(jax.grad(sums))(1.0))
+tx = strategies.DistributedOptimizer(optax.sgd(1.0))
+print(jax.jit(tx.update)(jnp.ones(2), tx.init(jnp.ones(2)))[0])
 try:
-    jax.jit(allreduce)(1.0)
-except ImportError as error:
+    with library_errors():
+        jax.jit(lambda x: broadcast(x, 5))(1.0)
+except (ValueError, jax.errors.JaxRuntimeError) as error:
     print(error)
 """
     result = run([sys.executable, "-c", text], timeout=60, PYTHONPATH=str(ROOT)).checked()
-    concrete, told = result.stdout.splitlines()
-    assert float(concrete) == 1
-    assert "jaxlib has changed, expected version 0, got 1.2" in told
+    lines = result.stdout.splitlines()
+    assert lines[:2] == ["4.0 1.0", "[-1. -1.]"], result
+    assert "broadcast: no such root, expected 0 .. 0, got 5" in result.stdout, result
+    words = "interface of XLA does not fit: expected version 0, got 1.2; compiled programs call"
+    assert result.stderr.count(words) == 1, result
 
 
 def test_without_jax_s_tokens_the_errors_are_still_the_library_s():
