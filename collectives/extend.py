@@ -19,8 +19,10 @@ from collectives import world
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import Op
 from collectives.arrays.torch_adapter import as_tensor, elements_of
+from collectives.calls import xla_handler
 from collectives.calls.call import begin_call
 from collectives.calls.fast_path import Given
+from collectives.calls.xla_handler import XlaHandler
 from collectives.channel import channel
 from collectives.channel.channel import Channel
 from collectives.communicator import Communicator, group_of, open_communicators
@@ -45,6 +47,7 @@ __all__ = [
     "BackgroundThread",
     "CallOrigin",
     "Channel",
+    "XlaHandler",
     "allreduce_elements",
     "as_tensor",
     "caller",
@@ -60,11 +63,13 @@ __all__ = [
     "known_as",
     "launcher_rank",
     "launcher_world_size",
+    "learn_call",
     "node_leaders",
     "open_channel",
     "supports_threads",
     "uses_messages",
     "visible_gpus",
+    "xla_handler",
 ]
 
 E = TypeVar("E", bound=BaseException)
@@ -176,6 +181,11 @@ def comm_or_world(comm: Communicator | None, operation: str) -> Communicator:
                 "some processes, by from_mpi, and has not called init() for all"
             )
     return world.init()
+
+
+def learn_call(handler: XlaHandler, number: int, comm: Communicator, user: Communicator) -> bool:
+    """Let a handler repeat the newest call of a communicator; see `XlaHandler.learn`."""
+    return handler.learn(number, group_of(comm), group_of(user))
 
 
 def supports_threads(comm: Communicator) -> bool:

@@ -34,7 +34,7 @@ from collectives.tracing import call_sites
 from collectives.tracing.peer_status import StatusBoard
 from collectives.tracing.recorder import Record
 
-__all__ = ["FastPath", "Given", "is_usable"]
+__all__ = ["FastPath", "Given", "address_of", "is_usable", "slot_address"]
 
 # Calls with one plan before the fast path learns them: a call that never comes again would only
 # replace others.
@@ -83,10 +83,14 @@ class FastPath:
         self._next = 0
         self._ring = np.zeros(0, np.int64)
         self._learned: dict[int, int] = {}
+        # Plan and number of the last call that `learn` was given.
+        self._newest: tuple[Any, int] | None = None
 
     def clear(self) -> None:
         """Forget all calls."""
         self.state.known = self._next = 0
+        self.state.generation += 1
+        self._newest = None
         self._kept = [None] * MOST_ENTRIES
         self._learned.clear()
 
@@ -105,6 +109,8 @@ class FastPath:
             frame: frame of the operation's caller.
         """
         x, out, marks = given
+        if timeout is None:
+            self._newest = plan, self.state.number
         count = self._learned[id(plan)] = self._learned.get(id(plan), 0) + 1
         if count < _CALLS_BEFORE or count >= _CALLS_BEFORE + _MOST_LINES or not is_usable():
             return
@@ -121,13 +127,6 @@ class FastPath:
             or (out is x and len(group.node_engine.shared))
         ):
             return
-        if self.repeat is _unknown:
-            self._bind(group, group.status, type(plan).complete)
-        text = group.status.text_of(record)
-        kept = (
-            plan, options, timeout, x.dtype, record.caller, frame.f_code, text, plan.block,
-            plan.fields,
-        )  # fmt: skip
         at = self._next % MOST_ENTRIES
         entry = self._entries[at]
         # Equal to no call until it is complete, because another thread may call meanwhile.
@@ -139,12 +138,8 @@ class FastPath:
         entry.options[: len(options)] = [id(option) for option in options]
         entry.dtype, entry.axes = number, x.ndim
         entry.shape[: x.ndim] = x.shape
-        entry.plan, entry.block, entry.addresses = id(plan), id(plan.block), plan.arrays
-        entry.kernel = _code_address(plan.kernel)
-        entry.operation, entry.fields = id(plan.operation), id(plan.fields)
-        entry.caller = id(record.caller)
-        entry.text, entry.text_bytes = _bytes_address(text), len(text)
-        self._kept[at] = kept
+        objects = timeout, x.dtype, frame.f_code, self._describe(entry, group, plan)
+        self._kept[at] = options, objects
         entry.code = id(frame.f_code)
         self._next += 1
         self.state.known = min(self._next, MOST_ENTRIES)
@@ -167,13 +162,37 @@ class FastPath:
         code, bits, lanes = (int(described[name][0]) for name in ("code", "bits", "lanes"))
         return code + (bits << 8) + (lanes << 16)
 
+    def take_newest(self, group: Any) -> tuple[Any, object] | None:
+        """Return an entry of the group's last call for `repeat_at` of the kernel.
+
+        Returns:
+            The entry, and the objects that it refers to; None if `learn` was not given the call.
+        """
+        newest, self._newest = self._newest, None
+        if newest is None or newest[1] != self.state.number or not is_usable():
+            return None
+        plan, _ = newest
+        entry = Entry(generation=self.state.generation)
+        return entry, self._describe(entry, group, plan)
+
+    def _describe(self, entry: Any, group: Any, plan: Any) -> object:
+        """Store plan, record and note of the newest call in an entry; return their objects."""
+        if self.repeat is _unknown:
+            self._bind(group, group.status, type(plan).complete)
+        caller = group.recorder.newest.caller
+        text = group.status.text_of(group.recorder.newest)
+        entry.plan, entry.block, entry.addresses = id(plan), id(plan.block), plan.arrays
+        entry.kernel = _code_address(plan.kernel)
+        entry.operation, entry.fields = id(plan.operation), id(plan.fields)
+        entry.caller = id(caller)
+        entry.text, entry.text_bytes = _bytes_address(text), len(text)
+        return plan, caller, caller[0], text, plan.block, plan.fields
+
     def _bind(self, group: Any, board: StatusBoard, complete: Any) -> None:
         """Store the addresses that do not change, and load the function."""
         state = self.state
-        state.entries = ctypes.addressof(self._entries)
-        kind: Any = type(group)
-        state.gate = id(group) + _slot_offset(kind, "gate")
-        state.unusable = id(group) + _slot_offset(kind, "unusable")
+        state.own, state.entries = ctypes.addressof(state), ctypes.addressof(self._entries)
+        state.gate, state.unusable = slot_address(group, "gate"), slot_address(group, "unusable")
         self._ring, state.capacity, state.begun = group.recorder.in_memory()
         state.ring = address(self._ring)
         names = ("failure", "number", "operation", "fields", "caller", "address")
@@ -181,14 +200,13 @@ class FastPath:
             state.failure, state.record_number, state.operation, state.fields, state.caller,
             state.times,
         ) = (_slot_offset(Record, name) for name in names)  # fmt: skip
-        kind = StatusBoard
-        state.noted_operation = id(board) + _slot_offset(kind, "operation")
-        state.noted_caller = id(board) + _slot_offset(kind, "caller")
+        state.noted_operation = slot_address(board, "operation")
+        state.noted_caller = slot_address(board, "caller")
         state.note_length, state.note_text = board.in_memory()
         state.none, state.array_type = id(None), id(np.ndarray)
         state.attributed = id(call_sites.attributed) + _ITEMS_OF_DICT
-        state.call = _address_of(ctypes.pythonapi.PyObject_Vectorcall)
-        state.instruction_of = _address_of(ctypes.pythonapi.PyFrame_GetLasti)
+        state.call = address_of(ctypes.pythonapi.PyObject_Vectorcall)
+        state.instruction_of = address_of(ctypes.pythonapi.PyFrame_GetLasti)
         state.new_like = _numpy_function(_NEW_LIKE_ARRAY)
         state.complete = id(complete)  # of a class, which lives on
         self.repeat = machine_code.bound_function(
@@ -219,7 +237,8 @@ def is_usable() -> bool:
     return fits and items == [0, 2]
 
 
-def _address_of(function: Any) -> int:
+def address_of(function: Any) -> int:
+    """Return the address of a function of `ctypes`."""
     return ctypes.cast(function, ctypes.c_void_p).value or 0
 
 
@@ -241,6 +260,11 @@ def _code_address(function: Any) -> int:
 
 def _bytes_address(text: bytes) -> int:
     return address(np.frombuffer(text, np.uint8))
+
+
+def slot_address(owner: object, name: str) -> int:
+    """Return the address of an attribute of an object whose class declares it in `__slots__`."""
+    return id(owner) + _slot_offset(type(owner), name)
 
 
 @functools.cache

@@ -241,6 +241,41 @@ def _begin(state: Any, entry: Any, number: Any, number_object: Any) -> int:
     return made
 
 
+@njit
+def _enter(state: Any, entry: Any, number: Any, number_object: Any) -> int:
+    """Close the gate and begin a call; return the address of its record."""
+    # The gate's reference to None is kept, and stored again at the end.
+    _take(entry.plan)
+    store(state.gate, entry.plan)
+    state.owner = _thread()
+    return _begin(state, entry, number, number_object)
+
+
+@njit
+def _run(state: Any, entry: Any, made: Any, send: Any, out: Any) -> Any:
+    """Run the kernel of a call; return its status as an object."""
+    store(entry.addresses, send)
+    store(entry.addresses + _WORD, out)
+    arguments = state.own + _STATE.arguments
+    store(arguments, entry.block)
+    store(arguments + _WORD, load(made + state.times))
+    store(arguments + 2 * _WORD, load(made + state.record_number))
+    return call_words(entry.kernel, state.none, arguments, 3, 0)
+
+
+@njit
+def _leave(state: Any, plan: Any) -> None:
+    """Reopen the gate after a call."""
+    # The group may have become unusable meanwhile.
+    unusable = load(state.unusable)
+    store(state.gate, unusable)
+    if unusable != state.none:
+        _take(unusable)
+        _drop(state.none)
+    _drop(plan)
+    state.owner = 0
+
+
 def _repeat(owner: int, given: int, count: int) -> int:
     """Repeat a call, a METH_FASTCALL function whose `self` is the address of the state.
 
@@ -277,20 +312,12 @@ def _repeat(owner: int, given: int, count: int) -> int:
             _drop(number_object)
         _take(none)
         return none
-    # The gate's reference to None is kept, and stored again at the end.
-    plan = entry.plan
-    _take(plan)
-    store(state.gate, plan)
-    state.owner = _thread()
-    made = _begin(state, entry, number, number_object)
-    store(entry.addresses, send)
-    store(entry.addresses + _WORD, target)
-    arguments = at + _STATE.arguments
-    store(arguments, entry.block)
-    store(arguments + _WORD, load(made + state.times))
-    store(arguments + 2 * _WORD, number_object)
-    status_object = call_words(entry.kernel, none, arguments, 3, 0)
+    plan = entry.plan  # kept, because another thread may replace the entry while the kernel runs
+    marks = entry.marks
+    made = _enter(state, entry, number, number_object)
+    status_object = _run(state, entry, made, send, target)
     if numba_compiler.to_number(pointer(status_object)):
+        arguments = at + _STATE.arguments
         store(arguments, plan)
         store(arguments + _WORD, status_object)
         store(arguments + 2 * _WORD, result)
@@ -300,16 +327,9 @@ def _repeat(owner: int, given: int, count: int) -> int:
         _drop(none)  # `complete` has stored a reference of its own
         result = completed
     else:
-        # The group may have become unusable meanwhile.
-        unusable = load(state.unusable)
-        store(state.gate, unusable)
-        if unusable != none:
-            _take(unusable)
-            _drop(none)
-        _drop(plan)
-        state.owner = 0
+        _leave(state, plan)
     _drop(status_object)
-    if are_tensors and entry.marks and result and not is_new:
+    if are_tensors and marks and result and not is_new:
         # Lets autograd refuse a backward pass that needs the old elements.
         answer = call_words(state.call, state.mark_written, given + _WORD, 1, 0)
         if not answer:
@@ -319,12 +339,50 @@ def _repeat(owner: int, given: int, count: int) -> int:
     return result
 
 
+def _repeat_at(at: int, found: int, send: int, out: int) -> int:
+    """Repeat a call on memory, a C function for callers that hold the GIL.
+
+    Args:
+        at: address of the state.
+        found: address of an entry.
+        send: address of the array.
+        out: address of the result.
+
+    Returns:
+        The status of the kernel, which `FastPath.complete` needs unless it is 0 (DONE). -1 if
+        nothing has happened.
+    """
+    state, entry = record(at, STATE), record(found, ENTRY)
+    none = state.none
+    if not state.enabled or load(state.gate) != none or entry.generation != state.generation:
+        return -1
+    number = state.number + 1
+    number_object = numba_compiler.from_number(number)
+    if not number_object:
+        _clear_error()
+        return -1
+    plan = entry.plan  # kept, because another thread may replace the entry while the kernel runs
+    made = _enter(state, entry, number, number_object)
+    status_object = _run(state, entry, made, send, out)
+    status = numba_compiler.to_number(pointer(status_object))
+    _drop(status_object)
+    if status:
+        _drop(none)  # `complete` stores a reference of its own
+    else:
+        _leave(state, plan)
+    return status
+
+
+_KINDS: dict[str, tuple[Any, int]] = {"repeat": (_repeat, 3), "repeat_at": (_repeat_at, 4)}
+
+
 def all_words() -> Iterator[tuple[str, ...]]:
     """Yield the words of all functions."""
-    yield ("repeat",)
+    return ((kind,) for kind in _KINDS)
 
 
 def make(symbol: str, kind: str) -> bytes:
     """Return an object file with a function; arguments as `machine_code.load`."""
-    signature = types.int64(types.int64, types.int64, types.int64)
-    return numba_compiler.object_code(_repeat, signature, symbol)
+    function, arguments = _KINDS[kind]
+    signature = types.int64(*[types.int64] * arguments)
+    return numba_compiler.object_code(function, signature, symbol)

@@ -65,17 +65,20 @@ ENTRY = np.dtype(
         ("caller", "i8"),  # object
         ("text", "i8"),  # address
         ("text_bytes", "i8"),
+        ("generation", "i8"),  # of the state; for `repeat_at`
     ]
 )
 
 STATE = np.dtype(
     [
         ("enabled", "i8"),
+        ("own", "i8"),  # address of this structure
         ("number", "i8"),  # of the group's last call
         # Thread that is in a compiled call, or was interrupted before `complete`.
         ("owner", "i8"),
         ("entries", "i8"),  # address
         ("known", "i8"),  # number of entries
+        ("generation", "i8"),  # how often all calls have been forgotten
         # Of the group:
         ("gate", "i8"),  # slot
         ("unusable", "i8"),  # slot

@@ -37,8 +37,8 @@ from collectives.core.process_hooks import in_child
 from collectives.kernels import code_cache, compile_lock, prebuilt
 
 __all__ = [
-    "KNOWN_SYMBOLS", "Code", "bound_function", "compile_ahead", "ensure", "function", "is_kept",
-    "load", "origins", "procedure",
+    "KNOWN_SYMBOLS", "Code", "bound_address", "bound_function", "compile_ahead", "ensure",
+    "function", "is_kept", "load", "origins", "procedure",
 ]  # fmt: skip
 
 # Functions by which code of `numba_compiler.python_code` uses Python.
@@ -217,6 +217,35 @@ def bound_function(owner: object, module: str, *words: str) -> Callable[..., Any
     definition = _definition(_ARRAY_OF_ARGUMENTS, module, *words)
     made: Callable[..., Any] = _new_builtin(ctypes.byref(definition), owner, None)
     return made
+
+
+def bound_address(first: int, module: str, *words: str) -> int:
+    """Return the address of a C function of one word that calls a function of two words.
+
+    For C interfaces that pass no pointer of the caller.
+
+    Args:
+        first: first argument of the function.
+        module: as for `load`.
+        words: as for `load`.
+    """
+    target = load(module, *words)
+    from llvmlite import binding, ir
+
+    word = ir.IntType(64)
+    made = ir.Module()
+    symbol = f"unisono_bound_{target:x}_{first:x}"
+    bound = ir.Function(made, ir.FunctionType(word, [word]), symbol)
+    builder = ir.IRBuilder(bound.append_basic_block())
+    kind = ir.FunctionType(word, [word, word]).as_pointer()
+    code = builder.inttoptr(ir.Constant(word, target), kind)
+    builder.ret(builder.call(code, [ir.Constant(word, first), bound.args[0]]))
+    with _lock:
+        linker = _linker()
+        linker.add_module(binding.parse_assembly(str(made)))
+        linker.finalize_object()
+        found: int = linker.get_function_address(symbol)
+    return found
 
 
 @functools.cache

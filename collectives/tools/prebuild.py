@@ -34,6 +34,7 @@ MODULES = (
     "collectives.kernels.fast_path_kernel",
     "collectives.kernels.half_loops_kernel",
     "collectives.kernels.int8_loops",
+    "collectives.kernels.xla_handler_kernel",
     "collectives.node.reduce_kernels",
     "strategies.input.csv.loop",
     "strategies.optimizers.rule_loops",

@@ -4,40 +4,8 @@ from __future__ import annotations
 
 import jax  # noqa: F401  (the package needs it)
 
+from strategies.jax import operations
 from strategies.jax.failures import library_errors
-from strategies.jax.operations import (
-    allgather,
-    allreduce,
-    alltoall,
-    barrier,
-    broadcast,
-    exscan,
-    gather,
-    grouped_allreduce,
-    recv,
-    reduce,
-    reduce_scatter,
-    scan,
-    scatter,
-    send,
-    sendrecv,
-)
+from strategies.jax.operations import *  # noqa: F403  (`__all__` has the operations)
 
-__all__ = [
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "barrier",
-    "broadcast",
-    "exscan",
-    "gather",
-    "grouped_allreduce",
-    "library_errors",
-    "recv",
-    "reduce",
-    "reduce_scatter",
-    "scan",
-    "scatter",
-    "send",
-    "sendrecv",
-]
+__all__ = [*operations.__all__, "library_errors"]

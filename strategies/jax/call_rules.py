@@ -28,7 +28,16 @@ import numpy as np
 import collectives as cc
 from collectives.extend import CallOrigin, calls_from, check_usable
 
-__all__ = ["RULES", "Call", "Rule", "adjoint_of", "communicator_of", "forget", "run"]
+__all__ = [
+    "RULES",
+    "Call",
+    "Rule",
+    "adjoint_of",
+    "communicator_of",
+    "forget",
+    "is_repeatable",
+    "run",
+]
 
 Array: TypeAlias = np.ndarray[Any, Any]
 Shape: TypeAlias = tuple[int, ...]
@@ -129,6 +138,13 @@ def communicator_of(call: Call) -> cc.Communicator:
 def forget(comm: cc.Communicator) -> None:
     """Drop the private communicator of a closed or failed communicator."""
     _private.pop(comm, None)
+
+
+def is_repeatable(call: Call) -> bool:
+    """Return whether a plan of the communicator alone fills the result on this rank."""
+    # The root of a broadcast copies its array outside of the plan.
+    reads = call.operation == "broadcast" and call.comm.rank != call.root
+    return call.operation == "allreduce" or reads
 
 
 def run(call: Call, operands: Sequence[Array], results: Sequence[Array]) -> None:

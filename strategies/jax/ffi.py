@@ -3,6 +3,8 @@
 XLA's foreign function interface passes a C structure, the *call frame*, with the addresses of the
 operands and results. The handler wraps the buffers in NumPy arrays without a copy and runs the
 operation. It returns NULL, or an error that JAX raises where the program waits for a result.
+Reductions and broadcasts in shared memory have a second handler, which repeats a call in compiled
+code (`collectives.calls.xla_handler`).
 
 `ProgramCall` is the state of one call in one program. Its number is an attribute of the call in the
 program.
@@ -13,10 +15,12 @@ the structures below.
 
 from __future__ import annotations
 
+import contextlib
 import ctypes
 import functools
 import itertools
 import re
+import threading
 import warnings
 from collections.abc import Callable, Sequence
 from pathlib import Path
@@ -25,16 +29,17 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-import collectives as cc
-from strategies.jax.call_rules import Array, forget
+from collectives.extend import XlaHandler, calls_from, learn_call, xla_handler
+from strategies.jax import call_rules
+from strategies.jax.call_rules import Array, Call
 from strategies.jax.failures import record_failure
 
-__all__ = ["TARGET", "ProgramCall", "Runner", "is_usable"]
+__all__ = ["ProgramCall", "Runner", "is_usable"]
 
 Runner: TypeAlias = Callable[[Sequence[Array], Sequence[Array]], None]
 
-# Name of the handler in programs.
-TARGET = "unisono_collective"
+# Names of the handlers in programs.
+_TARGET, _COMPILED = "unisono_collective", "unisono_repeated_collective"
 
 # Programs usually reuse a few buffers; more views are dropped together.
 _MOST_VIEWS = 64
@@ -108,7 +113,11 @@ class ProgramCall:
         run: called with host arrays, the operands and the results to fill.
         operands: shape and dtype of every operand.
         results: shape and dtype of every result.
-        comm: the user's communicator; None if the call has none.
+        call: operation that `run` runs; None for another function.
+
+    Attributes:
+        target: name of the handler.
+        number: number by which the handler finds the call.
     """
 
     def __init__(
@@ -116,25 +125,35 @@ class ProgramCall:
         run: Runner,
         operands: Sequence[Any],
         results: Sequence[Any],
-        comm: cc.Communicator | None = None,
+        call: Call | None = None,
     ) -> None:
         self._run = run
-        self._comm = comm
+        self._call = call
         self._specs = [(aval.shape, np.dtype(aval.dtype)) for aval in (*operands, *results)]
         self._count = len(operands)
         self._views: dict[tuple[int, ...], tuple[list[Array], list[Array]]] = {}
 
-    def numbered(self) -> int:
-        """Return a number by which the handler finds the call."""
+        learns = call is not None and call.comm.size > 1 and call_rules.is_repeatable(call)
+        handler = _compiled_handler() if learns else None
+        self._learns = handler is not None
+        self.target = _TARGET if handler is None else _COMPILED
+        self.number = next(_numbers)
+        if handler is not None:
+            handler.add(self.number)
         # Calls stay in the table, because JAX drops programs without notice. Those of a closed or
         # failed communicator only raise its error, so its shared memory can be freed.
-        for call in list(_calls.values()):
-            if call._comm is not None and call._comm.failure is not None:
-                call._views.clear()
-                forget(call._comm)
-        number = next(_numbers)
-        _calls[number] = self
-        return number
+        for known in list(_calls.values()):
+            known._release()
+        _calls[self.number] = self
+
+    def _release(self) -> None:
+        if self._call is None or self._call.comm.failure is None:
+            return
+        self._views.clear()
+        call_rules.forget(self._call.comm)
+        if self.target == _COMPILED:
+            self._learns = False
+            _known_handler().forget(self.number)
 
     def run(self, frame: _Frame) -> None:
         """Run the call on the buffers of a frame."""
@@ -147,6 +166,17 @@ class ProgramCall:
         if views is None:
             views = self._view(addresses)
         self._run(*views)
+        # XLA passes NULL for empty arrays.
+        if self._learns and views[0][0].nbytes:
+            assert self._call is not None
+            own = call_rules.communicator_of(self._call)
+            self._learns = learn_call(_known_handler(), self.number, own, self._call.comm)
+
+    def complete(self, status: int) -> None:
+        """Complete the call after a status of its kernel."""
+        assert self._call is not None
+        with calls_from(self._call.origin):
+            _known_handler().complete(self.number, status)
 
     def _view(self, addresses: tuple[int, ...]) -> tuple[list[Array], list[Array]]:
         views = [
@@ -180,20 +210,41 @@ def _array_at(address: int, shape: tuple[int, ...], dtype: np.dtype[Any]) -> Arr
 def _handle(address: int) -> int | None:
     """Run the call of a frame; return NULL or an error of XLA."""
     frame = _Frame.from_address(address)
+    if frame.extension and _is_metadata_request(frame):
+        return None
+    return _guarded(frame, lambda: _calls[_number_of(frame)].run(frame))
+
+
+def _complete(address: int, status: int) -> int | None:
+    """Complete the call of a frame, which compiled code has begun; return as `_handle`."""
+    frame = _Frame.from_address(address)
+    return _guarded(frame, lambda: _calls[_number_of(frame)].complete(status))
+
+
+def _guarded(frame: _Frame, run: Callable[[], None]) -> int | None:
+    """Run a function; return NULL, or its exception as an error of XLA."""
     # An exception must not leave a C function, also a KeyboardInterrupt.
     try:
-        if frame.extension and _is_metadata_request(frame):
-            return None
-        # The only attribute: a scalar, which has the address of its value.
-        number = _integer(_integer(_integer(frame.attrs_values) + _VALUE))
-        _calls[number].run(frame)
+        run()
     except BaseException as error:
-        message = record_failure(error).encode()
-        arguments = _Error(ctypes.sizeof(_Error), None, message, _INTERNAL)
-        create = _ErrorCreate(_integer(frame.api + _ERROR_CREATE))
-        failure: int | None = create(ctypes.byref(arguments))
-        return failure
+        # A second Ctrl-C may interrupt the lines that report the first one.
+        while True:
+            with contextlib.suppress(KeyboardInterrupt):
+                return _failure(frame, record_failure(error))
     return None
+
+
+def _failure(frame: _Frame, text: str) -> int | None:
+    """Return an error of XLA."""
+    arguments = _Error(ctypes.sizeof(_Error), None, text.encode(), _INTERNAL)
+    create = _ErrorCreate(_integer(frame.api + _ERROR_CREATE))
+    failure: int | None = create(ctypes.byref(arguments))
+    return failure
+
+
+def _number_of(frame: _Frame) -> int:
+    # The only attribute: a scalar, which has the address of its value.
+    return _integer(_integer(_integer(frame.attrs_values) + _VALUE))
 
 
 def _is_metadata_request(frame: _Frame) -> bool:
@@ -207,8 +258,36 @@ def _is_metadata_request(frame: _Frame) -> bool:
     return True
 
 
-# Kept, because the handler must outlive all programs.
+_registering = threading.Lock()
+
+# Kept, because the handlers must outlive all programs.
 _c_handle = _Handler(_handle)
+_c_complete = ctypes.CFUNCTYPE(_POINTER, _INT, _INT)(_complete)
+
+
+def _compiled_handler() -> XlaHandler | None:
+    """Return the compiled handler; None without compiled code for this Python."""
+    with _registering:  # two threads may lower programs
+        return _register_compiled()
+
+
+def _known_handler() -> XlaHandler:
+    handler = _compiled_handler()
+    assert handler is not None
+    return handler
+
+
+@functools.cache
+def _register_compiled() -> XlaHandler | None:
+    """Register the compiled handler with XLA before the first program that uses it."""
+    handler = xla_handler.create(_address_of(_c_handle), _address_of(_c_complete))
+    if handler is not None:
+        jax.ffi.register_ffi_target(_COMPILED, jax.ffi.pycapsule(handler.address), platform="cpu")
+    return handler
+
+
+def _address_of(function: Any) -> int:
+    return ctypes.cast(function, _POINTER).value or 0
 
 
 @functools.cache
@@ -229,8 +308,8 @@ def is_usable() -> bool:
     elif (version := _header_version())[0] != 0:
         found = f"expected version 0, got {version[0]}.{version[1]}"
     else:
-        address = ctypes.cast(_c_handle, _POINTER).value
-        jax.ffi.register_ffi_target(TARGET, jax.ffi.pycapsule(address), platform="cpu")
+        capsule = jax.ffi.pycapsule(_address_of(_c_handle))
+        jax.ffi.register_ffi_target(_TARGET, capsule, platform="cpu")
         return True
     warnings.warn(
         f"strategies.jax: the foreign function interface of XLA does not fit: {found}; compiled "

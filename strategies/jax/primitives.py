@@ -20,7 +20,6 @@ import numpy as np
 from jax.experimental import io_callback
 from jax.interpreters import ad, batching, mlir
 
-import collectives as cc
 from strategies.jax import call_rules, ffi
 from strategies.jax.call_rules import RULES, Call, adjoint_of
 
@@ -107,11 +106,11 @@ def _evaluate(*operands: Any, call: Call) -> tuple[list[Any], set[Any]]:
 def _lower(context: Any, *operands: Any, call: Call) -> Any:
     """Add the call to a program."""
     call_rules.communicator_of(call)
-    return lower_in_order(context, operands, functools.partial(call_rules.run, call), call.comm)
+    return lower_in_order(context, operands, functools.partial(call_rules.run, call), call)
 
 
 def lower_in_order(
-    context: Any, operands: Sequence[Any], run: ffi.Runner, comm: cc.Communicator | None = None
+    context: Any, operands: Sequence[Any], run: ffi.Runner, call: Call | None = None
 ) -> Any:
     """Add a call to a program, between two tokens of its effect.
 
@@ -121,18 +120,18 @@ def lower_in_order(
         context: JAX's context of the lowering.
         operands: values of the program.
         run: as for `ffi.ProgramCall`.
-        comm: as for `ffi.ProgramCall`.
+        call: as for `ffi.ProgramCall`.
     """
     (effect,) = context.tokens_in.effects()
     if not _takes_handler(context):
         return _lower_callback(context, operands, run, effect)
-    number = ffi.ProgramCall(run, context.avals_in, context.avals_out, comm).numbered()
+    made = ffi.ProgramCall(run, context.avals_in, context.avals_out, call)
     with_token = context.replace(
         avals_in=[*context.avals_in, _token()], avals_out=[*context.avals_out, _token()]
     )
-    lower = jax.ffi.ffi_lowering(ffi.TARGET, has_side_effect=True)
+    lower = jax.ffi.ffi_lowering(made.target, has_side_effect=True)
     token = context.tokens_in.get(effect)
-    results = list(lower(with_token, *operands, token, number=np.int64(number)))
+    results = list(lower(with_token, *operands, token, number=np.int64(made.number)))
     context.set_tokens_out(mlir.TokenSet({effect: results.pop()}))
     return results
 
