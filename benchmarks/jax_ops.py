@@ -1,11 +1,15 @@
 """All-reduce of float32 inside `jax.jit` against the same call from Python and by `io_callback`.
 
-    python benchmarks/jax_ops.py [--ranks 2] [--rounds 2] [--json file]
+    python benchmarks/jax_ops.py [--ranks 2] [--rounds 2] [--optax] [--json file]
 
 Inside `jax.jit`: microseconds per turn of a `fori_loop`, less those of the same loop with an
 addition in place of the call. "plan" is `plan_allreduce` called from Python, "plain" is
 `allreduce(x, out=y)` on NumPy arrays, "io_callback" an ordered callback around the plan, also in a
 `fori_loop`. Turns, near and far: `turns.py`.
+
+With `--optax` the cases are compiled steps of SGD by Optax with the 161 gradients of ResNet-50:
+"step" averages them over the ranks, "alone" does not, and "by callback" averages them by the same
+transformation, not compiled, in an `io_callback`.
 """
 
 from __future__ import annotations
@@ -17,6 +21,7 @@ import time
 from collections.abc import Callable
 from typing import Any
 
+from shapes import resnet50
 from turns import TURNS, Handover, Turn, arguments, bound, known_jobs, measure
 
 SIZES = [8, 4 << 10, 1 << 20]
@@ -24,29 +29,33 @@ CALLS = 64  # turns of a loop
 REPEATS = 5  # of a loop in a turn, of which the fastest counts
 
 WAYS = ("jit", "plan", "plain", "io_callback", "empty loop")
+STEPS = ("step", "alone", "by callback")
 
 
 def main() -> None:
     """Run the job and print the tables."""
-    options = arguments(__doc__, rounds=2).parse_args()
+    parser = arguments(__doc__, rounds=2)
+    parser.add_argument("--optax", action="store_true", help="measure steps of Optax")
+    options = parser.parse_args()
     if options.worker:
-        worker(options)
+        (optax_worker if options.optax else worker)(options)
         return
     jobs = {"default": known_jobs()["default"]}
-    measured = measure(options, jobs, __file__)
+    measured = measure(options, jobs, __file__, *["--optax"] * options.optax)
     tables = measured.tables(combine, f"{options.ranks} ranks")
     for state, table in tables.items():
+        ways = STEPS if options.optax else WAYS
         print(f"{state}, microseconds")
-        print("   bytes " + " ".join(f"{way:>11}" for way in WAYS))
+        print("   bytes " + " ".join(f"{way:>11}" for way in ways))
         for row in table["rows"]:
-            times = " ".join(f"{row['times'][way]:11.1f}" for way in WAYS)
+            times = " ".join(f"{row['times'][way]:11.1f}" for way in ways)
             print(f"{row['bytes']:8} {times}")
     measured.write(options.json, ranks=options.ranks, states=tables)
 
 
 def combine(turns: list[Turn]) -> dict[str, Any]:
     """Join what the turns of one size have measured."""
-    times = {way: statistics.median(turn.times[way] for turn in turns) for way in WAYS}
+    times = {way: statistics.median(turn.times[way] for turn in turns) for way in turns[0].times}
     return {"bytes": turns[0].what, "times": times}
 
 
@@ -102,6 +111,48 @@ def worker(options: argparse.Namespace) -> None:
             times["jit"] -= times["empty loop"]
             times["io_callback"] -= times["empty loop"]
             found.append((nbytes, (before, handover.rate()), times))
+    if comm.rank == 0:
+        print(json.dumps(found))
+
+
+def optax_worker(options: argparse.Namespace) -> None:
+    """Measure steps of Optax on this rank; rank 0 prints."""
+    import jax
+    import jax.numpy as jnp
+    import numpy as np
+    import optax
+    from jax.experimental import io_callback
+    from mpi4py import MPI
+
+    import collectives as cc
+    import strategies
+
+    comm, world = cc.init(), MPI.COMM_WORLD
+    bound(world, options.cores)
+    handover = Handover(world)
+    rng = np.random.default_rng(comm.rank)
+    gradients = [jnp.asarray(rng.standard_normal(s, dtype=np.float32)) for s in resnet50()]
+    alone = optax.sgd(0.1)
+    ours, inner = (strategies.DistributedOptimizer(alone, compare="nothing") for _ in range(2))
+
+    def by_callback(g: Any, s: Any) -> Any:
+        shapes = jax.eval_shape(lambda: g)
+        return io_callback(lambda g: inner.update(g, s)[0], shapes, g, ordered=True), s
+
+    state = alone.init(gradients)
+    steps = {
+        "step": jax.jit(lambda g: ours.update(g, state)[0]),
+        "alone": jax.jit(lambda g: alone.update(g, state)[0]),
+        "by callback": jax.jit(lambda g: by_callback(g, state)[0]),
+    }
+    ways = {name: lambda s=s: jax.block_until_ready(s(gradients)) for name, s in steps.items()}
+    for call in ways.values():
+        call()  # compiles
+    found = []
+    for _ in range(TURNS):
+        before = handover.rate()
+        times = {name: 1e6 * seconds(world, call) for name, call in ways.items()}
+        found.append((sum(g.nbytes for g in gradients), (before, handover.rate()), times))
     if comm.rank == 0:
         print(json.dumps(found))
 

@@ -19,10 +19,9 @@ from collectives import world
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import Op
 from collectives.arrays.torch_adapter import as_tensor, elements_of
-from collectives.calls import xla_handler
 from collectives.calls.call import begin_call
 from collectives.calls.fast_path import Given
-from collectives.calls.xla_handler import XlaHandler
+from collectives.calls.xla_handler import XlaHandler, create_xla_handler
 from collectives.channel import channel
 from collectives.channel.channel import Channel
 from collectives.communicator import Communicator, group_of, open_communicators
@@ -55,6 +54,7 @@ __all__ = [
     "check_usable",
     "collective_error",
     "comm_or_world",
+    "create_xla_handler",
     "current_origin",
     "describe_ranks",
     "elements_of",
@@ -69,7 +69,6 @@ __all__ = [
     "supports_threads",
     "uses_messages",
     "visible_gpus",
-    "xla_handler",
 ]
 
 E = TypeVar("E", bound=BaseException)

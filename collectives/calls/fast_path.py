@@ -264,7 +264,8 @@ def _bytes_address(text: bytes) -> int:
 
 def slot_address(owner: object, name: str) -> int:
     """Return the address of an attribute of an object whose class declares it in `__slots__`."""
-    return id(owner) + _slot_offset(type(owner), name)
+    kind: Any = type(owner)
+    return id(owner) + _slot_offset(kind, name)
 
 
 @functools.cache

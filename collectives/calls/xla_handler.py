@@ -17,14 +17,14 @@ from collectives.calls.group import Group
 from collectives.kernels import machine_code
 from collectives.kernels.xla_handler_layout import Call, Table
 
-__all__ = ["XlaHandler", "create"]
+__all__ = ["XlaHandler", "create_xla_handler"]
 
 # Calls by Python before the handler gives up learning a call: the first one makes the plan, the
 # second one finds it.
 _MOST_TRIES = 4
 
 
-def create(python: int, complete: int) -> XlaHandler | None:
+def create_xla_handler(python: int, complete: int) -> XlaHandler | None:
     """Return a handler; None without compiled code for this Python. Arguments as `XlaHandler`."""
     return XlaHandler(python, complete) if is_usable() else None
 

@@ -29,7 +29,7 @@ from typing import Any, TypeAlias
 import jax
 import numpy as np
 
-from collectives.extend import XlaHandler, calls_from, learn_call, xla_handler
+from collectives.extend import XlaHandler, calls_from, create_xla_handler, learn_call
 from strategies.jax import call_rules
 from strategies.jax.call_rules import Array, Call
 from strategies.jax.failures import record_failure
@@ -280,7 +280,7 @@ def _known_handler() -> XlaHandler:
 @functools.cache
 def _register_compiled() -> XlaHandler | None:
     """Register the compiled handler with XLA before the first program that uses it."""
-    handler = xla_handler.create(_address_of(_c_handle), _address_of(_c_complete))
+    handler = create_xla_handler(_address_of(_c_handle), _address_of(_c_complete))
     if handler is not None:
         jax.ffi.register_ffi_target(_COMPILED, jax.ffi.pycapsule(handler.address), platform="cpu")
     return handler
