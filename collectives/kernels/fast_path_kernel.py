@@ -272,8 +272,8 @@ def _leave(state: Any, plan: Any) -> None:
     if unusable != state.none:
         _take(unusable)
         _drop(state.none)
-    _drop(plan)
     state.owner = 0
+    _drop(plan)  # last, because it may free the group and the state
 
 
 def _repeat(owner: int, given: int, count: int) -> int:
