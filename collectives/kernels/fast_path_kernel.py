@@ -290,6 +290,7 @@ def _repeat(owner: int, given: int, count: int) -> int:
         _take(none)
         return none
     entry = record(found, ENTRY)
+    plan = entry.plan  # kept, because another thread may replace the entry while the kernel runs
     first, result = load(given), load(given + _WORD)
     is_new = result == none
     are_tensors = array(first).type != state.array_type
@@ -303,8 +304,9 @@ def _repeat(owner: int, given: int, count: int) -> int:
     target = _target(state, first, result, tensors) if result else 0
     number = state.number + 1
     number_object = numba_compiler.from_number(number)
-    # Without memory the full call informs the other ranks.
-    if not target or not number_object or load(state.gate) != none:
+    # Without memory the full call informs the other ranks. Another thread may have run while
+    # PyTorch made the result.
+    if not target or not number_object or load(state.gate) != none or entry.plan != plan:
         _clear_error()
         if result:
             _drop(result)
@@ -312,7 +314,6 @@ def _repeat(owner: int, given: int, count: int) -> int:
             _drop(number_object)
         _take(none)
         return none
-    plan = entry.plan  # kept, because another thread may replace the entry while the kernel runs
     marks = entry.marks
     made = _enter(state, entry, number, number_object)
     status_object = _run(state, entry, made, send, target)
