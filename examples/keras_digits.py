@@ -1,6 +1,6 @@
 """Train a small network of Keras on scanned handwritten digits, on any number of ranks.
 
-    KERAS_BACKEND=torch mpirun -np 2 python examples/keras_digits.py
+    mpirun -np 2 python examples/keras_digits.py
     KERAS_BACKEND=jax mpirun -np 2 python examples/keras_digits.py --resume --epochs 48
 
 Three marked lines make it a program of many ranks: they keep all copies of the model in step. Each
@@ -12,7 +12,10 @@ from __future__ import annotations
 
 import argparse
 import itertools
+import os
 from collections.abc import Iterator
+
+os.environ.setdefault("KERAS_BACKEND", "torch")  # read by the import of keras
 
 import keras
 import numpy as np

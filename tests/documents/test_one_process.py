@@ -28,6 +28,7 @@ SHORT = {
     "jax_devices": "--epochs 1",
     "jax_digits": "--epochs 1",
     "jax_heat": "--steps 20",
+    "keras_digits": "--epochs 1",
     "linear_regression": "",
     "pipelined_rnn": "--epochs 1",
     "spare_replicas": "--steps 10",
@@ -62,14 +63,15 @@ PAGES += [f"{d}/{p.name}" for d in ("tutorials", "how-to") for p in sorted((DOCS
 
 def needed(text):
     """Optional packages that a program imports."""
-    found = set(re.findall(r"^ *import (torch|jax|optax)\b", text, re.MULTILINE))
+    found = set(re.findall(r"^ *import (torch|jax|keras|optax)\b", text, re.MULTILINE))
+    found |= {"torch"} if "keras" in found else set()  # its backend
     return found | ({"sklearn"} if "digits" in text else set())
 
 
 def alone(command, folder, expected=None):
     """Run a program as one process; `expected` is a part of its error."""
     path = os.pathsep.join([str(ROOT), str(EXAMPLES)])
-    result = run([sys.executable, *command], timeout=100, cwd=folder, PYTHONPATH=path)
+    result = run([sys.executable, *command], timeout=200, cwd=folder, PYTHONPATH=path)
     if expected is None:
         result.checked()
     else:
