@@ -20,7 +20,7 @@ import optax
 
 import collectives as cc
 import strategies
-from common.digits import PIXELS, table
+from common.digits import training_and_held_out
 from strategies.checkpoint import Saver
 from strategies.session import Summaries, TrainingSession, hooks
 
@@ -32,7 +32,7 @@ def main() -> None:
 
     transformation = optax.sgd(options.learning_rate, momentum=0.9)
     transformation = strategies.DistributedOptimizer(transformation)  # 2: average the gradients
-    params = strategies.broadcast_parameters(make(options.hidden, seed=comm.rank))  # 3: begin alike
+    params = strategies.broadcast_parameters(make(options.hidden, seed=comm.rank))  # 3: same start
     state = transformation.init(params)
 
     @jax.jit
@@ -41,7 +41,7 @@ def main() -> None:
         updates, state = transformation.update(gradients, state, params, examples=len(digits))
         return optax.apply_updates(params, updates), state, loss
 
-    (pixels, digits), held_out = load()
+    (pixels, digits), held_out = training_and_held_out()
 
     def train_epoch() -> dict[str, float]:
         params, state = session["params"], session["state"]
@@ -88,13 +88,6 @@ def loss_of(params, pixels, digits):
     """Compute the mean cross-entropy."""
     logits = logits_of(params, pixels)
     return optax.softmax_cross_entropy_with_integer_labels(logits, digits).mean()
-
-
-def load():
-    """Return pixels from 0 to 1 and digits, for training and held out."""
-    rows = np.random.default_rng(0).permutation(table())
-    pixels, digits = rows[:, :PIXELS].astype(np.float32) / 16, rows[:, PIXELS].astype(int)
-    return (pixels[300:], digits[300:]), (pixels[:300], digits[:300])
 
 
 def parse_arguments() -> argparse.Namespace:

@@ -4,7 +4,7 @@
     mpirun -np 4 python examples/jax_servers.py --spare 1
 
 The compiled step is that of one process: its transformation calls a Python function, which pushes
-gradients and returns what brings the parameters to the newest values.
+gradients and returns the updates that make the parameters the newest ones.
 """
 
 from __future__ import annotations

@@ -23,7 +23,7 @@ import numpy as np
 import collectives as cc
 import strategies
 import strategies.keras
-from common.digits import PIXELS, table
+from common.digits import PIXELS, training_and_held_out
 from strategies.checkpoint import Saver
 
 Pairs = tuple[np.ndarray, np.ndarray]
@@ -47,7 +47,7 @@ def main() -> None:
     model.compile(optimizer, loss=keras.losses.SparseCategoricalCrossentropy(from_logits=True))
     optimizer.build(model.trainable_variables)
 
-    training, held_out = load()
+    training, held_out = training_and_held_out()
     with strategies.CheckpointManager(options.checkpoints, comm) as checkpoints:
         saver = Saver(checkpoints, weights=model.weights, optimizer=optimizer.variables)
         first = (saver.restore() or 0) if options.resume else 0
@@ -64,7 +64,7 @@ def main() -> None:
             shuffle=False,
             verbose=2 if comm.rank == 0 else 0,
             callbacks=[
-                strategies.keras.BroadcastGlobalVariables(),  # 3: begin alike
+                strategies.keras.BroadcastGlobalVariables(),  # 3: same start
                 strategies.keras.MetricAverage(),
                 keras.callbacks.LambdaCallback(on_epoch_end=save),
             ],
@@ -86,13 +86,6 @@ def batches(
         for start in range(0, len(rows), options.batch_size):
             share = rows[start : start + options.batch_size][comm.rank :: comm.size]
             yield pixels[share], digits[share]
-
-
-def load() -> tuple[Pairs, Pairs]:
-    """Return pixels from 0 to 1 and digits, for training and held out."""
-    rows = np.random.default_rng(0).permutation(table())
-    pixels, digits = rows[:, :PIXELS].astype(np.float32) / 16, rows[:, PIXELS].astype(int)
-    return (pixels[300:], digits[300:]), (pixels[:300], digits[:300])
 
 
 def parse_arguments() -> argparse.Namespace:

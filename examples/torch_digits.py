@@ -34,7 +34,7 @@ def main() -> None:
     ).to(device)
     optimizer = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
     optimizer = strategies.DistributedOptimizer(optimizer)  # 2: average the gradients
-    strategies.broadcast_parameters(model)  # 3: begin alike
+    strategies.broadcast_parameters(model)  # 3: same start
 
     (pixels, digits), held_out = load(device)
 

@@ -27,6 +27,13 @@ def load(part: str) -> tuple[np.ndarray, np.ndarray]:
     return digits[rows, :PIXELS] / 16, digits[rows, PIXELS].astype(int)
 
 
+def training_and_held_out() -> tuple[tuple[np.ndarray, np.ndarray], ...]:
+    """Return images, float32 of shape (n, 64), from 0 to 1, and digits: 1497 and 300 of them."""
+    rows = np.random.default_rng(0).permutation(table())
+    pixels, digits = rows[:, :PIXELS].astype(np.float32) / 16, rows[:, PIXELS].astype(int)
+    return (pixels[300:], digits[300:]), (pixels[:300], digits[:300])
+
+
 def table() -> np.ndarray:
     """Return the digits that come with scikit-learn, shape (1797, 65): pixels from 0 to 16, digit.
 

@@ -140,9 +140,12 @@ def test_wrong_use_is_an_error_before_the_first_message(comm, wrong):
         call(comm)
 
 
-def test_a_closed_communicator(comm):
+@pytest.mark.parametrize("times", [1, 20], ids=["once", "repeated"])  # then in compiled code
+def test_a_closed_communicator(comm, times):
     part = comm.split(0, comm.rank)
-    program = jax.jit(lambda x: sj.allreduce(x, comm=part))
+    program = jax.jit(
+        lambda x: jax.lax.fori_loop(0, times, lambda _, x: sj.allreduce(x, comm=part), x)
+    )
     with own_device(comm):
         program(jnp.ones(3)).block_until_ready()
         part.close()

@@ -103,14 +103,3 @@ def test_a_mismatch_in_repeated_calls_is_an_error_on_all_ranks(comm):
             programs[comm.rank > 0](x)
         assert f"test_jax_repeated.py:{line}" in str(caught.value)
         np.testing.assert_array_equal(programs[0](x), 1)
-
-
-def test_a_closed_communicator_refuses_repeated_calls(comm):
-    part = comm.split(0, comm.rank)
-    program = repeated(lambda x: sj.allreduce(x, comm=part))
-    with own_device(comm):
-        program(jnp.ones(3)).block_until_ready()
-        part.close()
-        for _ in range(2):
-            with pytest.raises(cc.CollectiveError, match="closed"), sj.library_errors():
-                program(jnp.ones(3))
