@@ -3,47 +3,34 @@
 from __future__ import annotations
 
 from collections.abc import Callable
-from typing import TYPE_CHECKING, Any, cast
+from typing import Any, cast
 
 import numpy as np
 import torch
 
 from collectives import extend
-from strategies.averaging.optimizer import identity
 from strategies.core import array_ops
 from strategies.core.sparse import Rows, as_rows
 from strategies.optimizers.torch_equivalents import equivalents, rate_of
 from strategies.remote_optimizers.parameter_host import HostingStrategy, Parameter
+from strategies.torch.optimizer_proxy import OptimizerProxy
 from strategies.torch.parameters import names_of
-
-if TYPE_CHECKING:
-    _Optimizer: Any  # as in strategies.torch.optimizer_proxy
-else:
-    _Optimizer = torch.optim.Optimizer
 
 __all__ = ["StrategyTorchOptimizer"]
 
 
-class StrategyTorchOptimizer(_Optimizer):
+class StrategyTorchOptimizer(OptimizerProxy):
     """A PyTorch optimizer whose steps a strategy runs on other tasks.
 
     `DistributedOptimizer` creates it for a `strategy`; *collective* over its tasks. The parameters
     take the chief's values then, and the newest values at the end of every `step`. It exposes
     `param_groups` and `defaults` of the wrapped optimizer, whose own `state` stays empty: the slots
-    are on the tasks that run the steps (`strategy.state_dict()`). Pickling or copying returns the
-    wrapped optimizer.
+    are on the tasks that run the steps (`strategy.state_dict()`).
 
     Attributes:
         optimizer: wrapped optimizer.
         strategy: strategy that runs the steps.
     """
-
-    is_distributed = True
-
-    # `Optimizer.__init__` is not called: groups and hooks are those of the wrapped optimizer.
-    # Annotations for editors:
-    param_groups: list[dict[str, Any]]
-    defaults: dict[str, Any]
 
     def __init__(
         self, optimizer: torch.optim.Optimizer, strategy: HostingStrategy, named_parameters: Any
@@ -71,26 +58,8 @@ class StrategyTorchOptimizer(_Optimizer):
         # All processes start with the chief's values.
         self._take()
 
-    def __getattr__(self, name: str) -> Any:
-        if name == "optimizer":  # not set yet, as during copying
-            raise AttributeError(name)
-        return getattr(self.optimizer, name)
-
-    @property  # type: ignore[misc]  # read-only, as in every proxy
-    def __class__(self) -> type:
-        """Class of the wrapped optimizer, for `isinstance`, as of a proxy."""
-        return type(self.optimizer)
-
-    def __dir__(self) -> list[str]:
-        return sorted({*dir(type(self)), *vars(self), *dir(self.optimizer)})
-
     def __repr__(self) -> str:
         return f"StrategyTorchOptimizer({type(self.strategy).__name__}, {self.optimizer!r})"
-
-    # Not `__reduce__`, which Python looks up in the class of the wrapped optimizer.
-    def __reduce_ex__(self, protocol: Any) -> tuple[Any, ...]:
-        # Only the wrapped optimizer can be copied: the strategy's slots are on other tasks.
-        return identity, (self.optimizer,)
 
     def step(self, closure: Callable[[], Any] | None = None, *, examples: Any = None) -> Any:
         """Push the gradients and take the new values; see `strategy.apply_gradients`.
@@ -121,19 +90,6 @@ class StrategyTorchOptimizer(_Optimizer):
         """Set the parameters to the newest values, such as for an evaluation."""
         self._hosted.pull()
         self._take()
-
-    def zero_grad(self, set_to_none: bool = True) -> None:
-        """Clear the gradients."""
-        self.optimizer.zero_grad(set_to_none)
-
-    def state_dict(self) -> dict[str, Any]:
-        """Return the settings of the wrapped optimizer; slots are in `strategy.state_dict()`."""
-        state: dict[str, Any] = self.optimizer.state_dict()
-        return state
-
-    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
-        """Restore the settings of the wrapped optimizer."""
-        self.optimizer.load_state_dict(state_dict)
 
     def add_param_group(self, param_group: dict[str, Any]) -> None:
         """Reject new parameters, because tasks agree on them once.
