@@ -6,15 +6,16 @@
 | `cuda_aware` | "on" if it is on all ranks |
 | `links` | the link costs of rank 0, from settings or file; "auto" picks algorithms by them |
 | `timeline` | the value of rank 0: all ranks start one timeline together |
-| `settings.EQUAL` | not negotiated: the values must be equal, else `LaunchError` |
+| versions, `settings.EQUAL` | not negotiated: the values must be equal, else `LaunchError` |
 
 Every rank fills a page. A maximum over all ranks, byte by byte, gives the shared page:
 
     byte    0                    1                           2 ..         18 ..
             level of checking    1: device memory staged     hash, ~hash  rank 0's links ... as JSON
 
-The hash covers the variables that must be equal. The values agree if the largest `~hash` is the
-complement of the largest hash, byte by byte. Otherwise the ranks exchange the values.
+The hash covers the versions and variables that must be equal. The values agree if the largest
+`~hash` is the complement of the largest hash, byte by byte. Otherwise the ranks exchange the
+values.
 
 An MPI library without device support reads device addresses as host addresses and crashes. Its
 own query is unreliable: Open MPI without CUDA denies support that UCX below it has, and old
@@ -29,6 +30,7 @@ import hashlib
 import json
 import logging
 import os
+import sys
 import zlib
 from collections.abc import Sequence
 from typing import Literal, NoReturn, get_args
@@ -42,6 +44,7 @@ from collectives.core import settings, tuning_file
 from collectives.core.errors import LaunchError, in_turn
 from collectives.core.links import LinkCost, Machine, MeasuredMachine
 from collectives.core.settings import Settings
+from collectives.core.version import __version__
 from collectives.transport.transport import Deadline, Transport
 
 __all__ = ["library_takes_device_memory", "negotiate"]
@@ -49,6 +52,13 @@ __all__ = ["library_takes_device_memory", "negotiate"]
 log = logging.getLogger(__name__)
 
 _HASH_BYTES = 8
+
+# Versions that must be equal: with others, messages, pickles and random numbers may differ.
+_VERSIONS = {
+    "unisono": __version__,
+    "Python": "{}.{}".format(*sys.version_info),
+    "NumPy": ".".join(np.__version__.split(".")[:2]),
+}
 
 # Page of a rank in the exchange; the ranks take the maximum of each byte.
 _PAGE = np.dtype(
@@ -86,7 +96,7 @@ def negotiate(own: Settings, transport: Transport, leaders: Sequence[int] = ()) 
         leaders: one integer per rank, equal exactly for the ranks of one node; empty for one node.
 
     Raises:
-        LaunchError: variables that must be equal differ; the same error on all ranks.
+        LaunchError: versions or variables that must be equal differ; the same error on all ranks.
         ValueError: rank 0's file of links is damaged or its location is unknown, or its paths are
             too long; the same error on all ranks.
     """
@@ -97,7 +107,7 @@ def negotiate(own: Settings, transport: Transport, leaders: Sequence[int] = ()) 
     page = np.zeros((), _PAGE)
     # One rank that stages is enough: the maximum of the flag.
     page["check"], page["staged"] = levels.index(own.check), not aware
-    equal = settings.equal_values(own, os.environ)
+    equal = _VERSIONS | settings.equal_values(own, os.environ)
     values = json.dumps({name: _abbreviate(value) for name, value in equal.items()})
     hashed = hashlib.blake2b(values.encode(), digest_size=_HASH_BYTES).digest()
     page["hash"] = np.frombuffer(hashed, np.uint8)
@@ -148,7 +158,7 @@ def _abbreviate(value: str) -> str:
 def _check_equal(
     values: str, transport: Transport, leaders: Sequence[int], deadline: Deadline
 ) -> None:
-    """All-gather the values, and raise the same error on all ranks if a variable differs."""
+    """All-gather the values, and raise the same error on all ranks if one differs."""
     # Rare, so the cost of 4 KiB per rank does not matter.
     lines = np.zeros((transport.size, _VALUES_BYTES), np.uint8)
     own = values.encode()[:_VALUES_BYTES]
@@ -156,25 +166,27 @@ def _check_equal(
     bounds = [_VALUES_BYTES * rank for rank in range(transport.size + 1)]
     halving_doubling.allgather(transport, lines.reshape(-1), bounds, deadline)
     by_rank = [json.loads(line.tobytes().rstrip(b"\0")) for line in lines]
+    for name in _VERSIONS:
+        if len({one[name] for one in by_rank}) > 1:
+            text = "versions differ, expected the same on all ranks, got {}; install the same"
+            _raise_different(name, f"{text} packages on all nodes", by_rank, transport)
     for variable, scope in settings.EQUAL.items():
         places = leaders if scope == "node" else [0] * transport.size
         # Equal if each place has exactly one value.
         pairs = {(place, one[variable]) for place, one in zip(places, by_rank, strict=True)}
         if len(pairs) > len(set(places)):
-            _raise_different(variable, scope, by_rank, transport)
+            ranks = "all ranks of a node" if scope == "node" else "all ranks"
+            text = f"settings differ, expected the same on {ranks}, got {{}}; set it by"
+            text += f" `mpirun -x {variable}` or `export` for all ranks"
+            _raise_different(variable, text, by_rank, transport)
 
 
 def _raise_different(
-    variable: str, scope: str, by_rank: Sequence[dict[str, str]], transport: Transport
+    name: str, text: str, by_rank: Sequence[dict[str, str]], transport: Transport
 ) -> NoReturn:
-    differences = signature.differences(
-        [{variable: one[variable]} for one in by_rank], transport.name
-    )
-    ranks = "all ranks of a node" if scope == "node" else "all ranks"
-    error = LaunchError(
-        f"init: settings differ, expected the same on {ranks}, got {differences}; set it by "
-        f"`mpirun -x {variable}` or `export` for all ranks ({transport.where})"
-    )
+    """Raise `text`, with the values of all ranks for `{}`."""
+    differences = signature.differences([{name: one[name]} for one in by_rank], transport.name)
+    error = LaunchError(f"init: {text.format(differences)} ({transport.where})")
     raise in_turn(error, transport.rank)
 
 

@@ -10,13 +10,13 @@ import contextlib
 import json
 import os
 import stat
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 
 from collectives.core.errors import LaunchError
 
 __all__ = [
     "check_is_no_child", "check_is_no_shell_of_srun", "check_world_size", "env_count",
-    "launcher_rank", "launcher_world_size", "mark_children",
+    "foreign_library_warning", "launcher_rank", "launcher_world_size", "mark_children",
 ]  # fmt: skip
 
 # The variable by which a child of a rank detects that it is not a rank: number, process and launch
@@ -63,6 +63,34 @@ def check_world_size(environ: Mapping[str, str], world_size: int, library: str) 
             f"world of 1, so each process would train alone. The MPI library here is "
             f"{library.splitlines()[0].strip(chr(0)).strip().rstrip(',')}. {cure}"
         )
+
+
+def foreign_library_warning(
+    environ: Mapping[str, str], library: str, files: Sequence[str]
+) -> str | None:
+    """Return what may go wrong in MPI_Init, None if all fits.
+
+    MPICH in processes of Open MPI's mpirun ends them with "unsupported PMI version PMIx", unless it
+    was built for PMIx. A second library replaces functions of the first one.
+
+    Args:
+        environ: environment of the process.
+        library: MPI library, as it describes itself.
+        files: the MPI libraries that this process has loaded.
+    """
+    if "OMPI_COMM_WORLD_SIZE" in environ and not library.startswith("Open MPI"):
+        return (
+            f"init: mpirun belongs to Open MPI, but Python loaded {library}. If MPI stops now, "
+            "start with the mpirun of that library (see `python -m collectives info`)"
+        )
+    # Once, because some programs work nevertheless.
+    if len(files) > 1 and launcher_rank() == 0:
+        return (
+            f"init: this process has loaded {len(files)} MPI libraries, {' and '.join(files)}, "
+            "which may call each other's functions. Keep one: see LD_PRELOAD, LD_LIBRARY_PATH and "
+            "the packages that are imported before `init`"
+        )
+    return None
 
 
 def mark_children(rank: int, size: int) -> None:

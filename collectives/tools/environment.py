@@ -7,10 +7,12 @@ for exchanging results, separate from the one that is tested.
 from __future__ import annotations
 
 import logging
+import os
 import statistics
 import time
 from collections import Counter
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Literal, NamedTuple
 
 import numpy as np
@@ -23,7 +25,8 @@ from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline
 
 __all__ = [
-    "CheckLine", "Verdict", "bandwidth", "clocks", "node_engine", "stores", "threads", "versions",
+    "CheckLine", "Verdict", "bandwidth", "clocks", "node_engine", "nodes", "stores", "threads",
+    "versions",
 ]  # fmt: skip
 
 Verdict = Literal["ok", "note", "FAILED"]
@@ -113,6 +116,23 @@ def clocks(transport: MpiTransport, reports: Communicator, limit: float) -> Chec
         # Half of the round trip bounds the error; 5e2 is half of 1e3 ms.
         text += f" (rank {rank}, known to {5e2 * trip:.3f} ms)"
     return CheckLine("clocks", "note" if skew > SKEW_SECONDS else "ok", text)
+
+
+def nodes(reports: Communicator) -> CheckLine:
+    """Report ranks of one machine that MPI places on different nodes, which share no memory."""
+    # Containers share the kernel's number, but not the network.
+    kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
+    own = kernel, os.stat("/proc/self/ns/net").st_ino, reports.node_rank
+    first: dict[object, tuple[int, int]] = {}
+    for rank, (*machine, node) in enumerate(reports.allgather_object(own)):
+        other, its_node = first.setdefault(tuple(machine), (rank, node))
+        if node != its_node:
+            text = (
+                f"ranks {other} and {rank} run on one machine, but on different nodes of MPI: the "
+                "list of hosts names it twice, so they send messages instead of sharing memory"
+            )
+            return CheckLine("nodes", "note", text)
+    return CheckLine("nodes", "ok", counted(reports.num_nodes, "node"))
 
 
 def node_engine(comm: Communicator, reports: Communicator, shared_memory: str | None) -> CheckLine:

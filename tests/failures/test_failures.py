@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import re
 import shutil
 import sys
 import textwrap
@@ -233,6 +234,21 @@ def test_processes_of_another_launcher_are_refused(tmp_path):
     result = run([sys.executable, str(file)], timeout=60, PMI_SIZE="2", PMI_RANK="0")
     assert result.status == 1
     assert "mpirun of MPICH started 2 processes" in result.stderr
+
+
+def test_ranks_with_another_version_are_refused_on_every_rank(tmp_path):
+    text = """
+        import os
+        import numpy
+        if os.environ["OMPI_COMM_WORLD_RANK"] == "1":
+            numpy.__version__ = "1.2.3"
+        import collectives
+        collectives.init()
+    """
+    result = mpirun(3, written(tmp_path, text), timeout=60)
+    assert result.status == 1
+    told = r"LaunchError: init: versions differ, .* got NumPy is .* on ranks 0 2, 1.2 on rank 1"
+    assert re.search(told, result.stderr), result
 
 
 @pytest.fixture(scope="module")

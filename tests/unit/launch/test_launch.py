@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import re
 import subprocess
 import sys
 
@@ -66,6 +67,22 @@ def test_several_processes_that_are_each_alone_are_refused(environ, library, wor
 )
 def test_a_good_launch_is_let_through(environ, world_size):
     launcher.check_world_size(environ, world_size, OPEN_MPI)
+
+
+@pytest.mark.parametrize(
+    ("environ", "library", "files", "words"),
+    [
+        ({}, OPEN_MPI, ["/a/libmpi.so.40"], None),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, OPEN_MPI, ["/a/libmpi.so.40"], None),
+        ({"PMI_SIZE": "2"}, MPICH, ["/b/libmpi.so.12"], None),
+        ({}, MPICH, ["/b/libmpi.so.12"], None),
+        ({"OMPI_COMM_WORLD_SIZE": "2"}, MPICH, [], "mpirun belongs to Open MPI, but .* MPICH"),
+        ({}, OPEN_MPI, ["/a/libmpi.so.40", "/b/libmpi.so.12"], "2 MPI libraries, /a/.* and /b/"),
+    ],
+)
+def test_a_library_that_does_not_fit_is_named_before_mpi_starts(environ, library, files, words):
+    warning = launcher.foreign_library_warning(environ, library, files)
+    assert (warning is None) if words is None else re.search(words, warning)
 
 
 PTY = {**STEP, "SLURM_PTY_PORT": "40123"}

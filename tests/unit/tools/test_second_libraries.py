@@ -10,7 +10,7 @@ from typing import NamedTuple
 
 import pytest
 
-from launcher import library_beside, mpirun_path, run
+from launcher import library_beside, mpirun, mpirun_path, run
 from requirements import require
 
 NAMES = {"mpich": "MPICH", "impi": "Intel MPI"}
@@ -21,9 +21,10 @@ class Library(NamedTuple):
     launcher: Path
     found_by: dict[str, str]
 
-    def start(self, *arguments, **extra):
+    def start(self, *arguments, launching=(), **extra):
         """Run Python on two ranks that this library starts."""
-        command = [str(self.launcher), "-np", "2", sys.executable, *map(str, arguments)]
+        python = sys.executable, *map(str, arguments)
+        command = [str(self.launcher), *launching, "-np", "2", *python]
         return run(command, timeout=110, **extra)
 
     def says(self, *command):
@@ -54,6 +55,36 @@ def test_bench_names_the_library_as_its_peer(library, tmp_path):
     library.says("bench", "--sizes", "8,64K", "--json", tmp_path / "figures.json")
     name = json.loads((tmp_path / "figures.json").read_text())["names"]["native"]
     assert re.fullmatch(rf"{library.name} \d+\.\d+.*", name)
+
+
+def test_check_reports_a_machine_that_the_list_of_hosts_names_twice(library):
+    text = """if True:
+        import collectives
+        from collectives.tools import environment
+        print(environment.nodes(collectives.init()))
+    """
+    hosts = ("-hosts", "localhost,127.0.0.1", "-ppn", "1")
+    result = library.start("-c", text, launching=hosts, **library.found_by).checked()
+    told = "verdict='note', text='ranks 0 and 1 run on one machine, but on different nodes of MPI"
+    assert result.stdout.count(told) == 2, result
+
+
+def test_python_that_loads_it_under_open_mpi_warns_before_mpi_stops(library):
+    if "Open MPI" not in run([mpirun_path(), "--version"], timeout=30).stdout:
+        require("ulfm", "Python loads another library than Open MPI")
+    program = ("-c", "import collectives; collectives.init()")
+    result = mpirun(2, *program, timeout=100, **library.found_by)
+    assert "init: mpirun belongs to Open MPI, but Python loaded" in result.stderr, result
+
+
+def test_a_second_library_in_the_process_is_named(library):
+    if "Open MPI" not in run([mpirun_path(), "--version"], timeout=30).stdout:
+        require("ulfm", "Python loads another library than Open MPI")
+    second = library.found_by["MPI4PY_LIBMPI"]
+    program = f"import ctypes, collectives; ctypes.CDLL({second!r}); collectives.init()"
+    result = mpirun(2, "-c", program, timeout=100).checked()
+    assert result.stderr.count("init: this process has loaded 2 MPI libraries, ") == 1, result
+    assert second[: second.rindex("/")] in result.stderr
 
 
 def test_its_launcher_is_refused_where_python_loads_open_mpi(library):
