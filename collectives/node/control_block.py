@@ -56,7 +56,8 @@ BLOCK = np.dtype(
         ("size", "i8"),
         ("headers", "i8"),  # address of rank 0's header
         ("slots", "i8"),  # address of rank 0's slots
-        ("slot_bytes", "i8"),
+        ("slot_bytes", "i8"),  # of a round in a slot, at most
+        ("slot_room", "i8"),  # memory of a slot; short rounds rotate in it
         ("state", "i8"),  # address of this rank's STATE
         ("scratch", "i8"),  # address of four tiles, private
         ("spins", "i8"),  # polls of a wait with a pause between them
@@ -80,6 +81,8 @@ BLOCK = np.dtype(
             "detail",
             "i8",
         ),  # may differ without an error: a hash (copies) or IN_PLACE, ELSEWHERE (direct); 0: none
+        ("stride", "i8"),  # from the bytes of a round in a slot to the next place; 0: one place
+        ("piece_bytes", "i8"),  # one rank's share of a slot, in whole cache lines (pipelined)
         ("itemsize", "i8"),  # bytes of an element
         ("fill", "i8"),  # this and the next three: `kernels.loops.Loops`
         ("start", "i8"),

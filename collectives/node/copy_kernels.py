@@ -124,21 +124,10 @@ def _part_number(block: Any, number: int, part: int) -> int:
 
 
 @njit
-def _slot_offset(block: Any, rank: int, number: int) -> int:
-    """Return the address at which a round of a stream begins in a rank's slot.
-
-    Short streams rotate through the slot, so that a store hits lines that the readers' level 2
-    caches have dropped by then.
-    """
-    fit = max(1, block.slot_bytes // block.longest_bytes)
-    return slot(block, rank, number) + number // 2 % fit * block.longest_bytes
-
-
-@njit
 def _put_parts(block: Any, turn: int) -> None:
     """Fill this rank's slot for a round of a stream, and publish each part."""
     number, window = block.first_round + turn, turn * block.slot_bytes
-    own = _slot_offset(block, block.rank, number)
+    own = slot(block, block.rank, number)
     stop = min(block.count, window + block.slot_bytes)
     for first in range(window, stop, PART_BYTES):
         _put_own(block, own + first - window, first, min(stop, first + PART_BYTES))
@@ -163,7 +152,7 @@ def _copy_parts(block: Any, turn: int) -> bool:
                 if not wait_for(block, row.peer, told):  # [part is there]
                     return False
                 far = load(header(block, row.peer) + FIELD.part_mode) == STREAMING  # [hint]
-                source = _slot_offset(block, row.peer, number) + first - window  # [read]
+                source = slot(block, row.peer, number) + first - window  # [read]
                 _copy_row(block, row, source, first, last, far)
         block.parts_read += 1
     block.parts_read = 0

@@ -113,16 +113,10 @@ def one_shot(address: int) -> int:
 
 
 @njit
-def _piece(block: Any) -> int:
-    """Return the bytes of a piece: one rank's share of a slot, in whole cache lines."""
-    return block.slot_bytes // block.size // 64 * 64
-
-
-@njit
 def _span(block: Any, owner: int, turn: int) -> tuple[int, int]:
     """Return the first element of a piece of a rank's chunk, and its number of elements."""
     bounds = carray(pointer(block.bounds), block.size + 1, np.int64)
-    length = _piece(block) // block.itemsize
+    length = block.piece_bytes // block.itemsize
     start = bounds[owner] + turn * length
     return start, max(0, min(length, bounds[owner + 1] - start))
 
@@ -134,7 +128,7 @@ def _round_count(block: Any) -> int:
     longest = 1
     for owner in range(block.size):
         longest = max(longest, bounds[owner + 1] - bounds[owner])
-    return -(-longest // (_piece(block) // block.itemsize))
+    return -(-longest // (block.piece_bytes // block.itemsize))
 
 
 @njit
@@ -151,7 +145,7 @@ def _contribute(block: Any, turn: int) -> None:
     for owner in range(block.size):
         if owner != block.rank:  # the own piece is read from `send`
             start, n = _span(block, owner, turn)
-            dest = own + owner * _piece(block)
+            dest = own + owner * block.piece_bytes
             fill(block, dest, block.send + start * block.itemsize, n)
     publish_flag(block, FIELD.filled, number)  # [filled]
 
@@ -169,7 +163,7 @@ def _begin_pieces(block: Any) -> None:
 def _combine_piece(block: Any, turn: int) -> None:
     """Combine all ranks' copies of the own piece, and store the result for the other ranks."""
     number, me, width = _number(block, turn), block.rank, block.itemsize
-    place = me * _piece(block)
+    place = me * block.piece_bytes
     start, count = _span(block, me, turn)
     for at in range(0, count, TILE):
         n = min(TILE, count - at)
@@ -196,7 +190,7 @@ def _collect(block: Any, turn: int) -> None:
     for owner in range(block.size):
         if owner != block.rank:
             start, n = _span(block, owner, turn)
-            source = slot(block, owner, number) + owner * _piece(block)  # [take]
+            source = slot(block, owner, number) + owner * block.piece_bytes  # [take]
             write_result(block, block.out + start * width, source, n * width, False)
     fence()  # [results] orders streaming stores of results before the next flag
 

@@ -197,8 +197,15 @@ def header(block: Any, rank: int) -> int:
 
 @njit
 def slot(block: Any, rank: int, number: int) -> int:
-    """Return the address of a rank's slot in a round."""
-    return block.slots + (2 * rank + number % 2) * block.slot_bytes
+    """Return the address of a rank's slot in a round.
+
+    The bytes of two equal calls have different places, so that a store hits lines that the readers'
+    level 2 caches have dropped by then (`collectives.node.engine`).
+    """
+    first = block.slots + (2 * rank + number % 2) * block.slot_room
+    if block.stride:
+        first += number // 2 % (block.slot_room // block.stride) * block.stride
+    return first
 
 
 @njit

@@ -278,6 +278,26 @@ def test_only_ranks_that_share_memory_have_the_node_algorithm(world):
     world.run(check)
 
 
+@pytest.mark.parametrize("ranks", [2, 3])
+def test_rounds_of_all_sizes_rotate_in_their_slots(ranks, monkeypatch):
+    """In any order, and often enough to begin again at the start of a slot."""
+    monkeypatch.setattr(os, "cpu_count", lambda: ranks)  # ranks that share a core do not rotate
+
+    def check(comm):
+        random = np.random.default_rng(0)
+        for count in 2 ** random.integers(8, 18, 300) + random.integers(0, 2, 300):
+            x = np.arange(count, dtype=np.float32)
+            total = comm.allreduce(x + comm.rank, op=cc.SUM)
+            np.testing.assert_array_equal(total, comm.size * x + sum(range(comm.size)))
+            np.testing.assert_array_equal(comm.broadcast(x * comm.rank, root=1), x)
+            rows = comm.allgather(x[:, None] + comm.rank)
+            np.testing.assert_array_equal(rows[-count:, 0], x + comm.size - 1)
+        return True
+
+    settings = Settings(timeout=60, shared_memory="/dev/shm")
+    assert inprocess.run_ranks(ranks, check, settings=settings) == [True] * ranks
+
+
 @pytest.mark.parametrize("directory", ["/nowhere", "/proc"])
 def test_without_shared_memory_messages_serve_and_the_reason_is_logged_once(directory, caplog):
     def check(comm):
