@@ -6,8 +6,9 @@
 Each setting of Open MPI and each other library is one job, in which Unisono and the peers take
 turns at every size, near and far apart. Ranks rewrite their arrays before each call (`turns.py`).
 All jobs run `--rounds` times in turns. Figures are medians of the slowest rank. A ratio is a peer's
-time over Unisono's in the same turns. `call` writes another array and is compared with MPI on two
-arrays; `plan` and `shared` are in place and compared with `MPI.IN_PLACE`. "best" is the smallest
+time over Unisono's in the same turns. `call` writes another array and `new` returns a new one; both
+are compared with MPI on two arrays. `plan` and `shared` are in place and compared with
+`MPI.IN_PLACE`. "best" is the smallest
 ratio over the jobs. A column has the time to write an array, in private and in shared memory.
 
 `copy` is the time in which all ranks at once copy as many bytes from private to private memory, for
@@ -44,7 +45,7 @@ from collectives.tools import plot
 
 SIZES = [8, 64, 512, 4096, 16384, 65536, 262144, 1 << 20, 4 << 20, 16 << 20, 64 << 20, 256 << 20]
 
-OURS = ("plan", "call", "shared")
+OURS = ("plan", "call", "new", "shared")
 
 Row = dict[str, Any]
 
@@ -119,7 +120,7 @@ def combine(turns: list[Turn]) -> Row:
     with_gloo = [turn for turn in turns if "gloo" in turn.times]
 
     def ratios(case: str) -> Row:
-        mpi = "mpi" if case == "call" else "mpi in place"  # as ours leaves its result
+        mpi = "mpi" if case in ("call", "new") else "mpi in place"  # as ours leaves its result
         found = {name: median(of, mpi, case) for name, of in jobs.items()}
         gloo = {"Gloo": median(with_gloo, "gloo", case)} if with_gloo else {}
         return {"best": min(found.values()), **found, **gloo}
@@ -231,6 +232,7 @@ def worker(options: argparse.Namespace) -> None:
         calls: dict[str, tuple[Callable[[], object], Any]] = {
             "plan": (comm.plan_allreduce(private, op=cc.SUM), private),
             "call": (lambda x=private, y=result: comm.allreduce(x, op=cc.SUM, out=y), private),
+            "new": (lambda x=private: comm.allreduce(x, op=cc.SUM), private),
             "shared": (comm.plan_allreduce(shared, op=cc.SUM), shared),
             "mpi": (baselines.native("allreduce", private, bounds, 0), private),
             "mpi in place": (lambda x=wire: world.Allreduce(MPI.IN_PLACE, x, MPI.SUM), wire),
