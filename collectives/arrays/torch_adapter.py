@@ -171,13 +171,14 @@ class TensorFunctions(NamedTuple):
     Attributes:
         tensor: the class.
         describe: address of the C function that fills in a `DLTensor` without taking a reference.
-        is_neg, empty_like, increment_version: functions of PyTorch.
+        is_neg, empty_like, new_empty, increment_version: functions of PyTorch.
     """
 
     tensor: Any
     describe: int
     is_neg: Any
     empty_like: Any
+    new_empty: Any
     increment_version: Any
 
 
@@ -205,5 +206,6 @@ def _tensor_functions(torch: Any) -> TensorFunctions | None:
         return None
     return TensorFunctions(
         torch.Tensor, ctypes.c_int64.from_address(table + 8 * _DESCRIBE).value,
-        torch.Tensor.is_neg, torch.empty_like, torch.autograd.graph.increment_version,
+        torch.Tensor.is_neg, torch.empty_like, torch.Tensor.new_empty,
+        torch.autograd.graph.increment_version,
     )  # fmt: skip

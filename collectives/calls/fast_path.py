@@ -7,13 +7,15 @@ sees PyTorch's tensors on the host by DLPack's C interface, without a NumPy arra
 numbers and records the call, notes it on the status board, and runs the kernel. So flight records
 and errors are those of other calls. Any other call returns None, and nothing has happened.
 
-Cost: 0.3 us per call besides the kernel, 0.9 us in Python; for a tensor 0.7 us instead of 3 to 5.
+Cost: 0.3 us per call besides the kernel, 0.9 us in Python, 3 for a result of another shape; for a
+tensor 0.7 us instead of 3 to 9.
 """
 
 from __future__ import annotations
 
 import ctypes
 import functools
+import math
 from types import FrameType
 from typing import Any, NamedTuple
 
@@ -23,6 +25,7 @@ from collectives.arrays import torch_adapter
 from collectives.arrays.host_arrays import address
 from collectives.kernels import buffer_address, machine_code
 from collectives.kernels.fast_path_layout import (
+    APART,
     MOST_AXES,
     MOST_ENTRIES,
     MOST_OPTIONS,
@@ -30,6 +33,7 @@ from collectives.kernels.fast_path_layout import (
     Entry,
     State,
 )
+from collectives.node.control_block import Block
 from collectives.tracing import call_sites
 from collectives.tracing.peer_status import StatusBoard
 from collectives.tracing.recorder import Record
@@ -43,8 +47,11 @@ _CALLS_BEFORE = 3
 # How often the fast path learns calls with one plan: those of many lines would replace each other.
 _MOST_LINES = 4
 
-# Index of PyArray_NewLikeArray among the functions of NumPy's C interface, in all versions.
-_NEW_LIKE_ARRAY = 277
+# Index of PyArray_Empty among the functions of NumPy's C interface, in all versions.
+_EMPTY = 184
+
+
+_REPEAT = "collectives.kernels.fast_path_kernel", "repeat"
 
 
 def _unknown(*call: object) -> None:
@@ -94,6 +101,12 @@ class FastPath:
         self._kept = [None] * MOST_ENTRIES
         self._learned.clear()
 
+    def forget(self, plan: Any) -> None:
+        """Forget the calls with one plan."""
+        for entry in self._entries:
+            if entry.plan == id(plan):
+                entry.code = 0
+
     def learn(
         self, group: Any, plan: Any, options: tuple[object, ...], given: Given,
         timeout: float | None, frame: FrameType,
@@ -102,14 +115,14 @@ class FastPath:
 
         Args:
             group: the `Group` of this fast path.
-            plan: a `NodeCall` whose `arrays` is not 0.
+            plan: its `PreparedCall`.
             options: as given to `repeat`.
             given: learned only if these are arrays of NumPy, or tensors.
             timeout: seconds; None uses UNISONO_TIMEOUT.
             frame: frame of the operation's caller.
         """
         x, out, marks = given
-        if timeout is None:
+        if timeout is None and plan.shape is None:
             self._newest = plan, self.state.number
         count = self._learned[id(plan)] = self._learned.get(id(plan), 0) + 1
         if count < _CALLS_BEFORE or count >= _CALLS_BEFORE + _MOST_LINES or not is_usable():
@@ -119,12 +132,16 @@ class FastPath:
             return
         record = group.recorder.newest
         depth = call_sites.depth_of(record.caller, frame)
+        shape = tuple(x.shape) if plan.shape is None else plan.shape
+        # A flat view of `out` may have been the result.
+        shape = shape if out is None else tuple(out.shape)
         if (
             depth is None
-            or x.ndim > MOST_AXES
+            or max(x.ndim, len(shape)) > MOST_AXES
             or len(options) > MOST_OPTIONS
             # Arrays in shared memory have plans of their own, by their address.
-            or (out is x and len(group.node_engine.shared))
+            or (out is x and group.node_engine is not None and len(group.node_engine.shared))
+            or (node := plan.node_call()) is None
         ):
             return
         at = self._next % MOST_ENTRIES
@@ -138,7 +155,13 @@ class FastPath:
         entry.options[: len(options)] = [id(option) for option in options]
         entry.dtype, entry.axes = number, x.ndim
         entry.shape[: x.ndim] = x.shape
-        objects = timeout, x.dtype, frame.f_code, self._describe(entry, group, plan)
+        entry.result_axes, entry.result_tuple = len(shape), 0
+        entry.result_shape[: len(shape)] = shape
+        if shape != tuple(x.shape):
+            entry.result_tuple = id(shape)
+        entry.nbytes, entry.result_nbytes = x.nbytes, math.prod(shape) * x.dtype.itemsize
+        entry.input_offset = APART if plan.shape is None else plan.input_offset
+        objects = timeout, x.dtype, frame.f_code, shape, self._describe(entry, group, plan, node)
         self._kept[at] = options, objects
         entry.code = id(frame.f_code)
         self._next += 1
@@ -153,7 +176,8 @@ class FastPath:
         state = self.state
         if not state.tensor_type:
             state.describe, state.is_neg = functions.describe, id(functions.is_neg)
-            state.tensor_like, state.false = id(functions.empty_like), id(False)
+            state.tensor_like, state.new_tensor = id(functions.empty_like), id(functions.new_empty)
+            state.false = id(False)
             state.mark_written = id(functions.increment_version)
             state.tensor_type = id(functions.tensor)
         kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
@@ -172,23 +196,29 @@ class FastPath:
         if newest is None or newest[1] != self.state.number or not is_usable():
             return None
         plan, _ = newest
+        node = plan.node_call()
+        if node is None:
+            return None
         entry = Entry(generation=self.state.generation)
-        return entry, self._describe(entry, group, plan)
+        return entry, self._describe(entry, group, plan, node)
 
-    def _describe(self, entry: Any, group: Any, plan: Any) -> object:
+    def _describe(self, entry: Any, group: Any, plan: Any, node: Any) -> object:
         """Store plan, record and note of the newest call in an entry; return their objects."""
         if self.repeat is _unknown:
-            self._bind(group, group.status, type(plan).complete)
+            self._bind(group, group.status)
         caller = group.recorder.newest.caller
         text = group.status.text_of(group.recorder.newest)
-        entry.plan, entry.block, entry.addresses = id(plan), id(plan.block), plan.arrays
-        entry.kernel = _code_address(plan.kernel)
-        entry.operation, entry.fields = id(plan.operation), id(plan.fields)
+        entry.plan, entry.complete = id(plan), id(type(plan).complete)  # the class lives on
+        entry.block, entry.addresses = id(node.block), node.block + Block.send.offset
+        entry.before = -node.input_offset
+        entry.detail_mismatch = node.block + Block.detail_mismatch.offset
+        entry.kernel = _code_address(node.kernel)
+        entry.operation, entry.fields = id(node.operation), id(node.fields)
         entry.caller = id(caller)
         entry.text, entry.text_bytes = _bytes_address(text), len(text)
-        return plan, caller, caller[0], text, plan.block, plan.fields
+        return plan, node, caller, caller[0], text, node.block
 
-    def _bind(self, group: Any, board: StatusBoard, complete: Any) -> None:
+    def _bind(self, group: Any, board: StatusBoard) -> None:
         """Store the addresses that do not change, and load the function."""
         state = self.state
         state.own, state.entries = ctypes.addressof(state), ctypes.addressof(self._entries)
@@ -207,11 +237,8 @@ class FastPath:
         state.attributed = id(call_sites.attributed) + _ITEMS_OF_DICT
         state.call = address_of(ctypes.pythonapi.PyObject_Vectorcall)
         state.instruction_of = address_of(ctypes.pythonapi.PyFrame_GetLasti)
-        state.new_like = _numpy_function(_NEW_LIKE_ARRAY)
-        state.complete = id(complete)  # of a class, which lives on
-        self.repeat = machine_code.bound_function(
-            ctypes.addressof(state), "collectives.kernels.fast_path_kernel", "repeat"
-        )
+        state.new_array = _numpy_function(_EMPTY)
+        self.repeat = machine_code.bound_function(ctypes.addressof(state), *_REPEAT)
 
 
 # Offset of the number of items in a dict, after the two words of any object.
@@ -229,11 +256,12 @@ def is_usable() -> bool:
     x = np.ones((2, 3), np.float32)
     dicts: list[dict[int, int]] = [{}, {1: 2, 3: 4}]
     items = [ctypes.c_ssize_t.from_address(id(d) + _ITEMS_OF_DICT).value for d in dicts]
-    new_like = ctypes.PYFUNCTYPE(
-        ctypes.py_object, ctypes.py_object, ctypes.c_int, ctypes.c_void_p, ctypes.c_int
-    )(_numpy_function(_NEW_LIKE_ARRAY))
-    like = new_like(x, 0, None, 0)
-    fits = (type(like), like.dtype, like.shape) == (np.ndarray, x.dtype, x.shape)
+    shape, dtype = np.array(x.shape, np.intp), x.dtype
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(dtype))  # the function takes over a reference
+    made = ctypes.PYFUNCTYPE(
+        ctypes.py_object, ctypes.c_int, ctypes.c_void_p, ctypes.py_object, ctypes.c_int
+    )(_numpy_function(_EMPTY))(x.ndim, address(shape), dtype, 0)
+    fits = (type(made), made.dtype, made.shape) == (np.ndarray, x.dtype, x.shape)
     return fits and items == [0, 2]
 
 

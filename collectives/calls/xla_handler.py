@@ -90,7 +90,7 @@ class XlaHandler:
     def complete(self, number: int, status: int) -> None:
         """Complete a call after a status of its kernel; errors as `PreparedCall.run`."""
         group = self._kept[number][0]
-        group.gate.complete(status, None, None)
+        group.gate.complete(status, None, None, None, None)
 
     def forget(self, number: int) -> None:
         """Let Python run a call; its objects may be freed."""

@@ -15,7 +15,7 @@ from numba import njit, types
 from collectives.kernels import numba_compiler
 from collectives.kernels.intrinsics import fence, load, pointer, record, store, stream
 
-__all__ = ["all_words", "are_apart", "array", "fits", "is_contiguous", "make"]
+__all__ = ["all_words", "array", "is_contiguous", "is_writable", "make"]
 
 # An array object (`PyArrayObject_fields` of NumPy, which begins with a `PyObject`).
 _NDARRAY = np.dtype(
@@ -53,6 +53,13 @@ def is_contiguous(x: Any) -> bool:
     return bool(x.flags & _C_CONTIGUOUS)
 
 
+@njit
+def is_writable(x: Any) -> bool:
+    """Return whether an array is in C order and may be written."""
+    both = _C_CONTIGUOUS | _WRITEABLE
+    return bool(x.flags & both == both)
+
+
 def _readable(module: int, x: int) -> int:
     # CPython passes a pointer to the object as the argument.
     found = array(x)
@@ -60,11 +67,10 @@ def _readable(module: int, x: int) -> int:
 
 
 @njit
-def fits(x: Any, out: Any) -> bool:
+def _fits(x: Any, out: Any) -> bool:
     """Return whether `out` is a writable array for a result like `x`."""
-    both = _C_CONTIGUOUS | _WRITEABLE
-    # Both bits: the result is written in C order.
-    if x.type != out.type or x.descr != out.descr or x.ndim != out.ndim or out.flags & both != both:
+    # `is_writable`: the result is written in C order.
+    if x.type != out.type or x.descr != out.descr or x.ndim != out.ndim or not is_writable(out):
         return False
     for axis in range(x.ndim):  # noqa: SIM110 (numba compiles no generator expression)
         if load(x.shape + 8 * axis) != load(out.shape + 8 * axis):
@@ -75,11 +81,11 @@ def fits(x: Any, out: Any) -> bool:
 def _writable(module: int, arguments: int, count: int) -> int:
     # METH_FASTCALL passes an array of pointers to the arguments.
     x, out = array(load(arguments)), array(load(arguments + 8))
-    return numba_compiler.from_number(out.data if fits(x, out) else 0)
+    return numba_compiler.from_number(out.data if _fits(x, out) else 0)
 
 
 @njit
-def are_apart(x: Any, out: Any) -> bool:
+def _are_apart(x: Any, out: Any) -> bool:
     """Return whether two contiguous arrays of one shape and dtype share no memory."""
     # Bytes from the first axis longer than 1: the extent of the whole array.
     # At least one element of the widest type, for arrays of one element or none.
@@ -101,7 +107,7 @@ def _bind(module: int, arguments: int, count: int) -> int:
     found = 0
     # A plan of another form has no words, which is 0. The same object, or no common bytes: kernels
     # read the input while they write.
-    if words and is_contiguous(x) and fits(x, out) and (first == second or are_apart(x, out)):
+    if words and is_contiguous(x) and _fits(x, out) and (first == second or _are_apart(x, out)):
         store(words, x.data)
         store(words + 8, out.data)
         found = 1

@@ -12,7 +12,7 @@ import numpy as np
 from numba import njit, types
 
 from collectives.kernels import numba_compiler
-from collectives.kernels.buffer_address_kernel import are_apart, array, fits, is_contiguous
+from collectives.kernels.buffer_address_kernel import array, is_contiguous, is_writable
 from collectives.kernels.fast_path_layout import ENTRY, STATE, TENSOR
 from collectives.kernels.intrinsics import call_words, copy, load, pointer, record, store
 from collectives.kernels.structures import offsets
@@ -122,24 +122,14 @@ def _dtype_number(x: Any) -> int:
 
 
 @njit
-def _are_alike(x: Any, out: Any) -> bool:
-    """Return whether two tensors in C order have one dtype and shape, and share no memory."""
-    if (
-        _dtype_number(x) != _dtype_number(out)
-        or x.axes != out.axes
-        or not _same_words(x.shape, out.shape, x.axes)
-    ):
-        return False
-    nbytes = x.bits * x.lanes // 8
-    for axis in range(x.axes):
-        nbytes *= load(x.shape + _WORD * axis)
-    between = out.data - x.data
-    return bool(between >= nbytes or -between >= nbytes)
+def _is_tensor(state: Any, x: Any) -> bool:
+    # No type has address 0, as before a tensor's call is known.
+    return bool(x.type == state.tensor_type)
 
 
 @njit
-def _are_usable(state: Any, given: Any, tensors: Any) -> bool:
-    """Return whether a call's arrays are in C order, and its result fits.
+def _are_readable(state: Any, given: Any, tensors: Any) -> bool:
+    """Return whether a call's arrays are of one kind and in C order, and its result is writable.
 
     Tensors are described at the address `tensors`.
     """
@@ -148,20 +138,46 @@ def _are_usable(state: Any, given: Any, tensors: Any) -> bool:
     has_out = second not in (state.none, first)
     if x.type == state.array_type:
         return is_contiguous(x) and (
-            (second == first and fits(x, x)) or not has_out or (fits(x, out) and are_apart(x, out))
+            second == state.none or (out.type == x.type and is_writable(out))
         )
-    if not state.tensor_type or x.type != state.tensor_type:
+    if not _is_tensor(state, x):
         return False
     if not has_out:
         return not _is_negated(state, given) and _describe(state, first, tensors)
     return (
-        out.type == state.tensor_type
+        _is_tensor(state, out)
         # Before anything is described, because this may run Python.
         and not _is_negated(state, given)
         and not _is_negated(state, given + _WORD)
         and _describe(state, first, tensors)
         and _describe(state, second, tensors + _TENSOR_BYTES)
-        and _are_alike(record(tensors, TENSOR), record(tensors + _TENSOR_BYTES, TENSOR))
+    )
+
+
+@njit
+def _fits(state: Any, at: Any, first: Any, second: Any, tensors: Any) -> bool:
+    """Return whether a result has the dtype and shape of the entry at `at`, and may be there."""
+    entry, shape = record(at, ENTRY), at + _ENTRY.result_shape
+    x, out = array(first), array(second)
+    if x.type == state.array_type:
+        if (
+            out.descr != x.descr
+            or out.ndim != entry.result_axes
+            or not _same_words(out.shape, shape, entry.result_axes)
+        ):
+            return False
+        between = out.data - x.data
+    else:
+        source, result = record(tensors, TENSOR), record(tensors + _TENSOR_BYTES, TENSOR)
+        if (
+            _dtype_number(result) != entry.dtype
+            or result.axes != entry.result_axes
+            or not _same_words(result.shape, shape, entry.result_axes)
+        ):
+            return False
+        between = result.data - source.data
+    return bool(
+        between >= entry.nbytes or -between >= entry.result_nbytes or between == -entry.input_offset
     )
 
 
@@ -173,11 +189,12 @@ def _find(state: Any, given: Any, count: Any, tensors: Any) -> int:
     if (
         not state.enabled
         or load(state.attributed)
-        or not _are_usable(state, given, tensors)
+        or not _are_readable(state, given, tensors)
         or load(state.gate) != none  # last, because another thread may have called meanwhile
     ):
         return 0
     first, second = load(given), load(given + _WORD)
+    has_out = second not in (none, first)
     x = array(first)
     dtype, axes, shape = x.descr, x.ndim, x.shape
     if x.type != state.array_type:
@@ -198,13 +215,30 @@ def _find(state: Any, given: Any, count: Any, tensors: Any) -> int:
             and _same_words(shape, at + _ENTRY.shape, axes)
             and _is_at(state, frame, entry.code, entry.instruction)
             and (entry.depth == 0 or _is_called_by(state, entry, frame))
+            and (not has_out or _fits(state, at, first, second, tensors))
         ):
             return at
     return 0
 
 
 @njit
-def _target(state: Any, first: Any, result: Any, tensors: Any) -> int:
+def _new_result(state: Any, entry: Any, given: Any, at: Any) -> int:
+    """Return a new array or tensor for the result of the entry at `at`; 0 without memory."""
+    x = array(load(given))
+    if x.type == state.array_type:
+        _take(x.descr)  # the function takes over a reference
+        shape = at + _ENTRY.result_shape
+        return int(call_words(state.new_array, entry.result_axes, shape, x.descr, 0))
+    if not entry.result_tuple:
+        return int(call_words(state.call, state.tensor_like, given, 1, 0))
+    arguments = state.own + _STATE.arguments
+    store(arguments, load(given))
+    store(arguments + _WORD, entry.result_tuple)
+    return int(call_words(state.call, state.new_tensor, arguments, 2, 0))
+
+
+@njit
+def _target(state: Any, at: Any, first: Any, result: Any, tensors: Any) -> int:
     """Return the address of a result's elements, 0 for a tensor of another kind than its input."""
     made = array(result)
     if made.type == state.array_type:
@@ -214,8 +248,8 @@ def _target(state: Any, first: Any, result: Any, tensors: Any) -> int:
     described = tensors + _TENSOR_BYTES
     if made.type != state.tensor_type or not _describe(state, result, described):
         return 0
-    found = record(described, TENSOR)
-    return int(found.data) if _are_alike(record(tensors, TENSOR), found) else 0
+    fits = _fits(state, at, first, result, tensors)
+    return int(record(described, TENSOR).data) if fits else 0
 
 
 @njit
@@ -255,7 +289,7 @@ def _enter(state: Any, entry: Any, number: Any, number_object: Any) -> int:
 def _run(state: Any, entry: Any, made: Any, send: Any, out: Any) -> Any:
     """Run the kernel of a call; return its status as an object."""
     store(entry.addresses, send)
-    store(entry.addresses + _WORD, out)
+    store(entry.addresses + _WORD, out - entry.before)
     arguments = state.own + _STATE.arguments
     store(arguments, entry.block)
     store(arguments + _WORD, load(made + state.times))
@@ -297,11 +331,9 @@ def _repeat(owner: int, given: int, count: int) -> int:
     send = record(tensors, TENSOR).data if are_tensors else array(first).data
     if not is_new:
         _take(result)
-    elif are_tensors:
-        result = call_words(state.call, state.tensor_like, given, 1, 0)
     else:
-        result = call_words(state.new_like, first, 0, 0, 0)
-    target = _target(state, first, result, tensors) if result else 0
+        result = _new_result(state, entry, given, found)
+    target = _target(state, found, first, result, tensors) if result else 0
     number = state.number + 1
     number_object = numba_compiler.from_number(number)
     # Without memory the full call informs the other ranks. Another thread may have run while
@@ -314,16 +346,19 @@ def _repeat(owner: int, given: int, count: int) -> int:
             _drop(number_object)
         _take(none)
         return none
-    marks = entry.marks
+    # Kept, because another thread may replace the entry while the kernel runs.
+    marks, mismatch, complete = entry.marks, entry.detail_mismatch, entry.complete
     made = _enter(state, entry, number, number_object)
     status_object = _run(state, entry, made, send, target)
-    if numba_compiler.to_number(pointer(status_object)):
+    if numba_compiler.to_number(pointer(status_object)) or load(mismatch):
         arguments = at + _STATE.arguments
         store(arguments, plan)
         store(arguments + _WORD, status_object)
         store(arguments + 2 * _WORD, result)
-        store(arguments + 3 * _WORD, load(given + 3 * _WORD))
-        completed = call_words(state.call, state.complete, arguments, 4, 0)
+        store(arguments + 3 * _WORD, first)
+        store(arguments + 4 * _WORD, load(given + _WORD))
+        store(arguments + 5 * _WORD, load(given + 3 * _WORD))
+        completed = call_words(state.call, complete, arguments, 6, 0)
         _drop(result)
         _drop(none)  # `complete` has stored a reference of its own
         result = completed

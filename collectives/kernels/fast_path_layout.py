@@ -11,13 +11,17 @@ import numpy as np
 from collectives.kernels.structures import structure
 
 __all__ = [
-    "ENTRY", "MOST_AXES", "MOST_ENTRIES", "MOST_OPTIONS", "STATE", "TENSOR", "Entry", "State",
+    "APART", "ENTRY", "MOST_AXES", "MOST_ENTRIES", "MOST_OPTIONS", "STATE", "TENSOR", "Entry",
+    "State",
 ]  # fmt: skip
 
 # Options of a call after its array, result, frame and timeout.
 MOST_OPTIONS = 6
 
 MOST_AXES = 4
+
+# `input_offset` of arrays that may not overlap: no address is so far away.
+APART = 1 << 62
 
 # Calls of different lines, dtypes, shapes or options that are known at a time.
 MOST_ENTRIES = 16
@@ -53,12 +57,24 @@ ENTRY = np.dtype(
         ("axes", "i8"),
         ("shape", "i8", MOST_AXES),
         ("in_place", "i8"),  # whether the result is the array itself
-        ("marks", "i8"),  # not compared: whether autograd sees the write to a tensor
+        # The result, whose dtype is that of the array:
+        ("result_axes", "i8"),
+        ("result_shape", "i8", MOST_AXES),
+        ("result_tuple", "i8"),  # object, its shape if that is not the array's; else 0
+        ("nbytes", "i8"),  # of the array
+        ("result_nbytes", "i8"),
+        # Bytes from the result to the array if the array may be a part of the result, or the result
+        # a part of the array; else `APART`.
+        ("input_offset", "i8"),
+        ("marks", "i8"),  # whether autograd sees the write to a tensor
         # The plan:
         ("plan", "i8"),  # object
         ("kernel", "i8"),  # address of its C function
         ("block", "i8"),  # object, an int
         ("addresses", "i8"),  # of the two words for the addresses of the arrays
+        ("before", "i8"),  # bytes by which the second one is before the result
+        ("detail_mismatch", "i8"),  # address of a word; not 0 if the kernel has moved nothing
+        ("complete", "i8"),  # object, `complete` of the plan's class
         # The record and the note of the call:
         ("operation", "i8"),  # object
         ("fields", "i8"),  # object
@@ -104,16 +120,16 @@ STATE = np.dtype(
         # Addresses of C functions; the first two since Python 3.11:
         ("call", "i8"),  # PyObject_Vectorcall
         ("instruction_of", "i8"),  # PyFrame_GetLasti
-        ("new_like", "i8"),  # PyArray_NewLikeArray
+        ("new_array", "i8"),  # PyArray_Empty
         # Of PyTorch, 0 until a tensor's call is known:
         ("tensor_type", "i8"),  # object
         ("describe", "i8"),  # address of `dltensor_from_py_object_no_sync`
         ("is_neg", "i8"),  # object, `torch.Tensor.is_neg`
         ("tensor_like", "i8"),  # object, `torch.empty_like`
+        ("new_tensor", "i8"),  # object, `torch.Tensor.new_empty`
         ("mark_written", "i8"),  # object, `torch.autograd.graph.increment_version`
         ("false", "i8"),  # object
-        ("complete", "i8"),  # object, `NodeCall.complete`
-        ("arguments", "i8", 4),  # of the kernel, and of `complete`
+        ("arguments", "i8", 6),  # of the kernel, and of `complete`
         ("given", "i8", 2 * TENSOR.itemsize // 8),  # two of `TENSOR`: array and result
     ]
 )

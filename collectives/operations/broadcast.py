@@ -14,6 +14,7 @@ from collectives.arrays import host_arrays
 from collectives.arrays.host_arrays import Array, HostArgument
 from collectives.arrays.reduction import MAX
 from collectives.calls.call import begin_call, is_timeout
+from collectives.calls.fast_path import Given
 from collectives.calls.group import Group
 from collectives.calls.overloads import A, CommonOptions, Detachable, Numbers, Unpack
 from collectives.devices.staged import DeviceArgument, DeviceOperations
@@ -25,6 +26,9 @@ from collectives.plans.prepared_calls import EagerCall, MessageCall, NodeCall
 from collectives.tracing.call_sites import caller
 
 __all__ = ["barrier", "broadcast"]
+
+# Stands for the array of a barrier on the fast path.
+_NOTHING = np.empty(0, np.uint8)
 
 
 @overload
@@ -79,21 +83,12 @@ def broadcast(
 
     Cost: ceil(log2 P) messages of S bytes sent by the root.
     """
-    own = group.rank == root
-    # Elsewhere on the root the result is a copy of `x`.
-    if not own or out is x:
-        made = group.fast_path.repeat(x, out, caller(), timeout, "broadcast", root, algorithm)
-        if made is not None:
-            return made
-    key = ("broadcast", root, algorithm)
-    try:  # step 1
-        # The root needs no result memory: `_copy_result` makes one from its own array.
-        if own and out is None:
-            plan_cache.run_cached_send(group, key, x, timeout, caller())
-            return _copy_result(x, None)
-        result = plan_cache.run_cached(group, key, x, out, timeout, caller())
-        # The plan writes nothing on the root, so its `out` is filled here.
-        return _copy_result(x, out) if own and out is not x else result
+    made = group.fast_path.repeat(x, out, caller(), timeout, "broadcast", root, algorithm)
+    if made is not None:
+        return made
+    own, key = group.rank == root, ("broadcast", root, algorithm)
+    try:
+        return plan_cache.run_cached(group, key, x, out, timeout, caller())  # step 1
     except plan_cache.NoPlan:
         pass
     with begin_call(group, "broadcast", timeout) as call:  # step 2
@@ -135,20 +130,6 @@ def broadcast(
     return loan.restore(host_arrays.copy_to(buffer, result))
 
 
-def _copy_result(x: Any, out: Any) -> Any:
-    """Return a copy of the root's array, in `out` if given."""
-    if type(x) is np.ndarray and out is None:
-        # "K", so that the result has the memory order of the array, as on the other ranks.
-        return x.copy("K")
-    if type(x) is np.ndarray and type(out) is np.ndarray:
-        np.copyto(out, x)
-        return out
-    loan = host_arrays.host_view(x, out, operation="broadcast")
-    target = np.empty_like(loan.host) if loan.target is None else loan.target
-    np.copyto(target, loan.host)
-    return loan.restore(target)
-
-
 def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = None) -> None:
     """Wait until every rank of the group has called `barrier`.
 
@@ -156,10 +137,15 @@ def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = No
         algorithm: "auto", "node", "tree", "hierarchical" or "native".
         timeout: seconds; None uses UNISONO_TIMEOUT.
     """
+    made = group.fast_path.repeat(_NOTHING, _NOTHING, caller(), timeout, "barrier", algorithm)
+    if made is not None:
+        return
     # Barriers have no array, so their plan has a key of its own; other algorithms are rare.
     known = group.plans.get("barrier") if algorithm == "auto" else None
     if known is not None and (timeout is None or is_timeout(timeout)):
         known.run(None, None, timeout, caller())
+        key, given = ("barrier", algorithm), Given(_NOTHING, _NOTHING)
+        group.fast_path.learn(group, known, key, given, timeout, caller())
         return
     with begin_call(group, "barrier", timeout) as call:
         call.describe(algorithm=algorithm)

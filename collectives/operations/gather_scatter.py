@@ -13,6 +13,7 @@ from collectives.arrays import dtypes, host_arrays
 from collectives.arrays.host_arrays import Array
 from collectives.calls import counts as row_counts
 from collectives.calls.call import begin_call
+from collectives.calls.fast_path import Given
 from collectives.calls.group import Group
 from collectives.calls.overloads import (
     A,
@@ -135,10 +136,14 @@ def allgather(
 
     Cost: "ring" P - 1 messages per rank, (P - 1)/P of the result's bytes.
     """
+    made = group.fast_path.repeat(x, out, caller(), timeout, "allgather", algorithm)
+    if made is not None:
+        return made
     key = ("allgather", algorithm)
     try:  # step 1
         if out is None:
-            return plan_cache.run_cached_send(group, key, x, timeout, caller())
+            given = Given(x, None)
+            return plan_cache.run_cached_send(group, key, x, timeout, caller(), given)
         return plan_cache.run_cached_into(group, key, x, out, timeout, caller())
     except plan_cache.NoPlan:
         pass

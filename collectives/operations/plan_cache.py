@@ -77,7 +77,7 @@ def run_cached(
         group.listener is not group.status  # a timeline needs more than the kernel records
         or not (timeout is None or is_timeout(timeout))
     ):
-        return _run_checked(group, key, plan, x, out, timeout, frame)
+        return _run_checked(group, key, plan, x, out, timeout, frame, given)
     try:
         result = np.empty(shape, dtype) if out is None else out
     except MemoryError:  # the full call informs the other ranks
@@ -88,7 +88,7 @@ def run_cached(
     if not group.address_reader.bind(plan.arrays, x, result):
         # Free again: `_run_checked` finds out what `bind` has refused, and may raise `NoPlan`.
         group.gate = group.unusable
-        return _run_checked(group, key, plan, x, out, timeout, frame)
+        return _run_checked(group, key, plan, x, out, timeout, frame, given)
     plan.repeat(timeout, frame)
     group.fast_path.learn(group, plan, key, given or Given(x, out), timeout, frame)
     return result
@@ -111,9 +111,11 @@ def _find(group: Group, key: Key, x: Array, place: SharedLocation | None = None)
 
 
 def _run_checked(
-    group: Group, key: Key, plan: Any, x: Array, out: Any, timeout: float | None, frame: FrameType
-) -> Any:
+    group: Group, key: Key, plan: Any, x: Array, out: Any, timeout: float | None, frame: FrameType,
+    given: Given | None,
+) -> Any:  # fmt: skip
     """Run a plan of any kind as `run_cached` does, after a check for overlapping arrays."""
+    given = given or Given(x, out)
     readable, writable, _ = group.address_reader
     send = readable(x)
     if not send or not is_timeout(timeout):
@@ -131,19 +133,21 @@ def _run_checked(
         if target == send and out is not x:
             plan = _find(group, key, x, _place(group, x))
     plan.run(x, out, timeout, frame)
+    group.fast_path.learn(group, plan, key, given, timeout, frame)
     return out
 
 
 def run_cached_into(
-    group: Group, key: Key, x: Any, out: Any, timeout: float | None, frame: FrameType
-) -> Any:
+    group: Group, key: Key, x: Any, out: Any, timeout: float | None, frame: FrameType,
+    given: Given | None = None,
+) -> Any:  # fmt: skip
     """Repeat a call as `run_cached` does, if the result has another shape than `x`.
 
     One array may be a part of the other, at the offset that the plan expects.
     """
     if type(x) is not np.ndarray:
         array, target, finish = _adapt(group, key, x, out)
-        return finish(run_cached_into(group, key, array, target, timeout, frame))
+        return finish(run_cached_into(group, key, array, target, timeout, frame, Given(x, out)))
     plan = _find(group, key, x)
     # The full call reports a wrong timeout to the other ranks.
     if type(out) is not np.ndarray or not is_timeout(timeout):
@@ -157,11 +161,17 @@ def run_cached_into(
     if not (send and target and fits and apart):
         raise NoPlan
     plan.run(x, out, timeout, frame)
+    group.fast_path.learn(group, plan, key, given or Given(x, out), timeout, frame)
     return out
 
 
-def run_cached_send(group: Group, key: Key, x: Any, timeout: float | None, frame: FrameType) -> Any:
+def run_cached_send(
+    group: Group, key: Key, x: Any, timeout: float | None, frame: FrameType,
+    given: Given | None = None,
+) -> Any:  # fmt: skip
     """Repeat a call as `run_cached` does, if its plan creates the result or has none on this rank.
+
+    Args as `run_cached`; `given` is None if the operation does not ask the fast path.
 
     Returns:
         The new array, of the kind of `x`; None without a result.
@@ -169,12 +179,15 @@ def run_cached_send(group: Group, key: Key, x: Any, timeout: float | None, frame
     if type(x) is not np.ndarray:
         # Without a target, because the plan creates the result, or this rank has none.
         array, _, finish = _adapt(group, key, x, None)
-        made = run_cached_send(group, key, array, timeout, frame)
+        made = run_cached_send(group, key, array, timeout, frame, given)
         return None if made is None else finish(made)
     plan = _find(group, key, x)
     if not x.flags.c_contiguous or not is_timeout(timeout):
         raise NoPlan
-    return plan.run(x, None, timeout, frame)
+    result = plan.run(x, None, timeout, frame)
+    if given is not None:
+        group.fast_path.learn(group, plan, key, given, timeout, frame)
+    return result
 
 
 def _adapt(group: Group, key: Key, x: Any, out: Any) -> tuple[Array, Any, Callable[[Array], Any]]:

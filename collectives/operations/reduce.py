@@ -19,6 +19,7 @@ from collectives.arrays.host_arrays import Array, HostArgument
 from collectives.arrays.reduction import LOCATING, LOWERED, MEAN, Op
 from collectives.calls import counts as row_counts
 from collectives.calls.call import begin_call
+from collectives.calls.fast_path import Given
 from collectives.calls.group import Group
 from collectives.calls.overloads import (
     A,
@@ -234,7 +235,7 @@ def reduce(
         if type(x) is np.ndarray:  # `out=x` avoids an allocation; nothing is written
             plan_cache.run_cached(group, key, x, x, timeout, caller())
         else:
-            plan_cache.run_cached_send(group, key, x, timeout, caller())
+            plan_cache.run_cached_send(group, key, x, timeout, caller(), Given(x, x, marks=False))
         return None
     except plan_cache.NoPlan:
         pass
@@ -323,6 +324,9 @@ def reduce_scatter(
     # A list is the usual form of `counts`, and has no hash.
     key: plan_cache.Key = ("reduce_scatter", op, algorithm, prescale, postscale,
                       tuple(counts) if type(counts) is list else counts)  # fmt: skip
+    made = group.fast_path.repeat(x, out, caller(), timeout, *key)
+    if made is not None:
+        return made
     run = plan_cache.run_cached if out is None else plan_cache.run_cached_into
     try:
         return run(group, key, x, out, timeout, caller())  # step 1

@@ -109,7 +109,7 @@ def reduce_scatter(
 def broadcast(
     call: Call, send: Array | None, out: Array | None, *, root: int, algorithm: str
 ) -> None:
-    """Copy the root's `send` to `out` on the other ranks."""
+    """Copy the root's `send` to `out`."""
     own = call.group.rank == root
     buffer = send if own else out
     assert buffer is not None
@@ -119,9 +119,11 @@ def broadcast(
         joined = call.reduce_eager(bits if own else np.zeros(bits.size, np.uint8))
         if not own:
             bits[:] = joined
-        return
-    call.agree()
-    call.algorithm("broadcast", algorithm, buffer.nbytes)(buffer, root, call.deadline)
+    else:
+        call.agree()
+        call.algorithm("broadcast", algorithm, buffer.nbytes)(buffer, root, call.deadline)
+    if own and out is not None:
+        host_arrays.copy_to(buffer, out)
 
 
 def barrier(call: Call, send: None = None, out: None = None, *, algorithm: str) -> None:

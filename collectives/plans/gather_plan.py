@@ -4,7 +4,9 @@ from __future__ import annotations
 
 import itertools
 import math
+from collections.abc import Callable
 from types import FrameType
+from typing import Any
 
 import numpy as np
 
@@ -41,7 +43,7 @@ class GatherPlan:
     arrays = 0
 
     def __init__(self, call: Call, engine: Engine, array: Array, root: int | None = None) -> None:
-        self.group, self._operation = call.group, call.operation
+        self.group, self.operation = call.group, call.operation
         self._takes = root in (None, call.group.rank)
         self._alone = root is not None and self._takes  # no other rank reads this rank's rows
         self._dtype, self._row = array.dtype, array.shape[1:]
@@ -95,39 +97,70 @@ class GatherPlan:
         Raises:
             ValueError: the number of rows of all ranks is not the number of rows of `out`.
         """
-        makes = self._takes and out is None
         # For the row counts of the last call: whether they still hold is known only after the first
         # round.
+        makes = self._takes and out is None
         result = np.empty(self.shape, self._dtype) if makes else out
 
-        def tell_and_move() -> Exception | None:
+        def again() -> Exception | None:
             nonlocal result
             # The counts are equal to the last ones on all ranks, so the first round has moved the
             # rows.
             if not self._move.is_mismatch:
                 return None
-            # `out` has the shape of the last result, which is not the shape of the next one.
-            self._own[1] = ALLOCATE.number if out is None else sum(self.rows)
-            try:
-                self._tell.meet(self._own, self._everyones, timeout)
-            finally:
-                self._own[1] = ALLOCATE.number
-            error = self._look()
-            if error is None:
-                # With other counts `send` may overlap `out` at a wrong offset: then copy at the
-                # end.
-                result = out
-                if makes or (out is not None and not self._is_free(send, out)):
-                    result = np.empty(self.shape, self._dtype)
-                self._move.meet(send, result, timeout)
+            error, result = self._move_again(send, out, timeout)
             return error
 
-        self._move.run(send, result, timeout, frame, tell_and_move)
-        if out is None:
-            return result
-        if result is not None and result is not out:
+        self._move.run(send, result, timeout, frame, again)
+        return result if out is None else None
+
+    def complete(self, status: int, result: Any, x: Any, out: Any, timeout: float | None) -> Any:
+        """Complete a call that the fast path has begun; as `NodeCall.complete`."""
+        made: Array | None = None
+        restore: Callable[[Array], Any] = host_arrays.identity
+
+        def again() -> Exception | None:
+            nonlocal made, restore
+            send, _, restore = host_arrays.host_view(x, operation=self.operation)
+            to = None
+            if out is not None:
+                to, _ = host_arrays.check_out(
+                    out, self.shape, self._dtype, operation=self.operation
+                )
+            error, made = self._move_again(send, to, timeout)
+            return error
+
+        self._move.complete_begun(status, timeout, again)
+        return result if made is None or out is not None else restore(made)
+
+    def _move_again(
+        self, send: Array, out: Array | None, timeout: float | None
+    ) -> tuple[Exception | None, Array | None]:
+        """Move the rows after a round that has found other row counts.
+
+        Returns:
+            An error if an `out` does not fit; `out`, or the new array.
+        """
+        # `out` has the shape of the last result, which is not the shape of the next one.
+        self._own[1] = ALLOCATE.number if out is None else sum(self.rows)
+        try:
+            self._tell.meet(self._own, self._everyones, timeout)
+        finally:
+            self._own[1] = ALLOCATE.number
+        if error := self._look():
+            return error, None
+        result = out
+        # With other counts `send` may overlap `out` at a wrong offset: then copy at the end.
+        if self._takes and (out is None or not self._is_free(send, out)):
+            result = np.empty(self.shape, self._dtype)
+        self._move.meet(send, result, timeout)
+        if out is not None and result is not None and result is not out:
             out[...] = result
-        return None
+        return None, result
+
+    def node_call(self) -> NodeCall:
+        """Return the round that moves the rows for the row counts of the last call."""
+        return self._move
 
     def _is_free(self, send: Array, out: Array) -> bool:
         """Whether a result can be written to `out` while `send` is read."""
@@ -153,7 +186,7 @@ class GatherPlan:
             return None
         rows, given = ([pair[i] for pair in told] for i in (0, 1))
         error = output_mismatch(
-            self.group, self._operation, self._row, given, [sum(rows)] * len(rows)
+            self.group, self.operation, self._row, given, [sum(rows)] * len(rows)
         )
         if error is not None:
             return error
@@ -171,6 +204,7 @@ class GatherPlan:
             # once.
             detail = signature.hash_of({"rows": tuple(rows)})
             self._move = self._tell.matching_detail(own, table, longest, kept, detail)
+            self.group.fast_path.forget(self)
             self._note(rows)
         self._told = told
         return None

@@ -104,8 +104,8 @@ def broadcast(
     if engine is None:
         return MessageCall(call, partial(messages.broadcast, root=root, algorithm=algorithm))
     own, nbytes = call.group.rank == root, buffer.nbytes
-    # The root needs no copy of its own stream.
-    wanted = [] if own or not nbytes else [(root, 0, nbytes, 0)]
+    # Also on the root, whose result may be another array.
+    wanted = [(root, 0, nbytes, 0)] if nbytes else []
     work = engine.plan_publish(nbytes if own else 0, wanted, call.digest, nbytes)
     return NodeCall(call, work)
 
@@ -129,6 +129,10 @@ class CompositePlan(NamedTuple):
 
     group: Group
     run: Callable[[Array, Array | None, float | None, FrameType], None]
+
+    def node_call(self) -> NodeCall | None:
+        """Return None: Python repeats the call."""
+        return None
 
 
 class Plan(Generic[A]):

@@ -19,7 +19,7 @@ import ctypes
 from abc import ABC, abstractmethod
 from collections.abc import Callable
 from types import FrameType
-from typing import Protocol, cast
+from typing import Any, Protocol, cast
 
 from collectives.algorithms.eager import EagerBlock, EagerExchange
 from collectives.arrays.host_arrays import Array
@@ -42,6 +42,9 @@ class PreparedCall(Protocol):
     @property
     def group(self) -> Group:
         """The ranks."""
+
+    def node_call(self) -> NodeCall | None:
+        """Return the call of a kernel that repeats this one; None if there is none."""
 
     def run(
         self, send: Array, out: Array | None, timeout: float | None, frame: FrameType, /
@@ -93,7 +96,7 @@ class _KernelCall(ABC):
         timeout: float | None,
         frame: FrameType,
         then: Callable[[], Exception | None] | None = None,
-    ) -> None:
+    ) -> Array | None:
         """Repeat the call as `PreparedCall.run`; `then` as for `NodeCall.repeat`."""
         group, error = self.group, None
         if group.gate is not None:
@@ -115,6 +118,11 @@ class _KernelCall(ABC):
         group.end(record, error)
         if error is not None:
             raise error
+        return None
+
+    def node_call(self) -> NodeCall | None:
+        """Return the call of a kernel that repeats this one; None if there is none."""
+        return None
 
     def _record_failure(self, record: Record | None, error: BaseException) -> None:
         """Record the failure of a call, and make the group unusable except after a mismatch."""
@@ -151,6 +159,10 @@ class NodeCall(_KernelCall):
         self._engine = call.engine
         self._before = before
         self._use(work)
+
+    def node_call(self) -> NodeCall | None:
+        """Return this call: its kernel repeats it."""
+        return self
 
     def _use(self, work: KernelCall) -> None:
         self._work = work
@@ -193,11 +205,11 @@ class NodeCall(_KernelCall):
         timeout: float | None,
         frame: FrameType,
         then: Callable[[], Exception | None] | None = None,
-    ) -> None:
+    ) -> Array | None:
         """Repeat the call as `PreparedCall.run`; `then` completes it after a detail mismatch."""
         if self.group.listener is not self.group.status:  # a timeline, which needs full records
             super().run(send, out, timeout, frame, then)
-            return
+            return None
         group = self.group
         if group.gate is not None:
             group.check_free(self.operation)
@@ -206,6 +218,7 @@ class NodeCall(_KernelCall):
         self._send[0] = 0 if send is None else readable(send)
         self._out[0] = (0 if out is None else readable(out)) - self._before
         self.repeat(timeout, frame, then)
+        return None
 
     def repeat(
         self,
@@ -235,14 +248,8 @@ class NodeCall(_KernelCall):
             if record.caller is not board.caller or operation != board.operation:
                 board.write_text(record)
             status = self.kernel(self.block, record.address, number)
-            if status:
-                self.go_on(status, timeout)
-            # Different details are not an error: the kernel returns DONE, and has moved nothing.
-            if then is not None and self.is_mismatch:
-                if not status:  # the kernel has recorded the end: record a new start
-                    record.begin()
-                    board.enter(record)
-                error = then()
+            if status or (then is not None and self.is_mismatch):
+                error = self._complete(record, status, timeout, then)
                 status = NOTED
         except BaseException as failure:
             self._record_failure(record, failure)
@@ -255,28 +262,55 @@ class NodeCall(_KernelCall):
         if error is not None:
             raise error
 
-    def complete(self, status: int, result: Array, timeout: float | None) -> Array:
+    def complete(self, status: int, result: Any, x: Any, out: Any, timeout: float | None) -> Any:
         """Complete a call that the fast path has begun, and return its result.
 
         Args:
-            status: of the kernel, not DONE.
-            result: array for the result.
+            status: of the kernel; not DONE, except after a detail mismatch.
+            result: array or tensor for the result.
+            x: array or tensor of the program.
+            out: `out` of the program.
             timeout: seconds; None uses UNISONO_TIMEOUT.
 
         Raises:
             As `PreparedCall.run`.
         """
+        self.complete_begun(status, timeout)
+        return result
+
+    def complete_begun(
+        self, status: int, timeout: float | None,
+        then: Callable[[], Exception | None] | None = None,
+    ) -> None:  # fmt: skip
+        """Complete a call that the fast path has begun; arguments as `repeat` and `complete`."""
         group, record = self.group, self.group.recorder.newest
+        error = None
         try:
             group.fast_path.state.owner = 0  # from here on this frame shows the thread
-            self.go_on(status, timeout)
+            error = self._complete(record, status, timeout, then)
         except BaseException as failure:
             self._record_failure(record, failure)
             raise
         finally:
             group.gate = group.unusable
-        group.end(record, None)
-        return result
+        group.end(record, error)
+        if error is not None:
+            raise error
+
+    def _complete(
+        self, record: Record, status: int, timeout: float | None,
+        then: Callable[[], Exception | None] | None,
+    ) -> Exception | None:  # fmt: skip
+        """Wait after a nonzero status; after a detail mismatch return the error of `then`."""
+        if status:
+            self.go_on(status, timeout)
+        # Different details are not an error: the kernel returns DONE, and has moved nothing.
+        if then is None or not self.is_mismatch:
+            return None
+        if not status:  # the kernel has recorded the end: record a new start
+            record.begin()
+            cast(StatusBoard, self.group.status).enter(record)
+        return then()
 
     def bind(self, send: Array | None, out: Array | None) -> None:
         """Write the addresses of the arrays into the block, for direct calls of the kernel."""
@@ -382,6 +416,10 @@ class MessageCall:
     def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
         """Run the call that created the plan."""
         self._move(call, send, out)
+
+    def node_call(self) -> NodeCall | None:
+        """Return None: Python repeats the call."""
+        return None
 
     def run(
         self, send: Array | None, out: Array | None, timeout: float | None, frame: FrameType

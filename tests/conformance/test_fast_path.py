@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import sys
 import threading
 
@@ -54,6 +55,111 @@ def test_results_are_those_of_the_first_call(comm, call, place):
             if place != "in place":
                 assert x.tobytes() == before.tobytes(), step
         assert len(results) == 1
+
+
+# Calls whose result has another shape than the array; the same with all ranks' arrays; and the
+# first row of a rank in the array or the result, whichever is longer.
+SHAPED = {
+    "allgather": (
+        lambda comm, x, out: comm.allgather(x, out=out),
+        lambda arrays, rank: np.concatenate(arrays),
+        lambda size, rank: 2 * size * rank,
+    ),
+    "reduce_scatter": (
+        lambda comm, x, out: comm.reduce_scatter(x, op=cc.MAX, out=out),
+        lambda arrays, rank: np.array_split(np.max(arrays, 0), len(arrays))[rank],
+        lambda size, rank: 2 * rank,
+    ),
+    "reduce_scatter by counts": (
+        lambda comm, x, out: comm.reduce_scatter(x, op=cc.MAX, out=out, counts=counts(comm)),
+        lambda arrays, rank: np.max(arrays, 0)[: len(arrays[0]) if rank == 0 else 0],
+        lambda size, rank: 0 if rank == 0 else 2 * size,
+    ),
+}
+
+
+@functools.cache
+def all_to_first(size, rows):
+    return (rows, *[0] * (size - 1))
+
+
+def counts(comm):
+    return all_to_first(comm.size, 2 * comm.size)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+@pytest.mark.parametrize("place", ["new", "elsewhere", "a part"])
+@pytest.mark.parametrize(("call", "expected", "first"), SHAPED.values(), ids=SHAPED)
+def test_results_of_another_shape_are_right_in_every_call(
+    comm, call, expected, first, place, library
+):
+    convert = installed("torch").from_numpy if library == "torch" else np.asarray
+    for dtype, width in (("f4", 1), ("i8", 3), ("f4", 40_001)):
+        shape = (2 * comm.size, width)
+        for step in range(TIMES):
+            arrays = [oracle.data(r + step, shape, np.dtype(dtype)) for r in range(comm.size)]
+            right = expected(arrays, comm.rank)
+            x, out = arrays[comm.rank], None if place == "new" else np.empty_like(right)
+            at = first(comm.size, comm.rank)
+            if place == "a part" and len(right) > len(x):
+                x = out[at : at + len(x)]
+                x[:] = arrays[comm.rank]
+            elif place == "a part":
+                out = x[at : at + len(right)]
+            given = None if out is None else convert(out)
+            result = call(comm, convert(x), given)
+            assert given is None or result is given
+            assert type(result) is type(convert(x))
+            np.testing.assert_array_equal(np.asarray(result), right)
+
+
+@pytest.mark.parametrize("library", ["numpy", "torch"])
+def test_row_counts_may_change_after_a_gather_is_learned(comm, library):
+    convert = installed("torch").from_numpy if library == "torch" else np.asarray
+
+    def call(x, out=None):
+        return comm.allgather(x, out=out)
+
+    def gathers(rows, times):
+        for step in range(times):
+            everyones = [np.full((n, 2), 10.0 * step + r) for r, n in enumerate(rows)]
+            expected, own = np.concatenate(everyones), convert(everyones[comm.rank])
+            np.testing.assert_array_equal(np.asarray(call(own)), expected)
+            out = convert(np.empty_like(expected))
+            assert call(own, out) is out
+            np.testing.assert_array_equal(np.asarray(out), expected)
+
+    few, more = [3] * comm.size, [*[3] * (comm.size - 1), 5]
+    gathers(few, TIMES)
+    for rows in (more, few, more):
+        gathers(rows, 1)
+    gathers(more, TIMES)
+    # An `out` of the last length, while one rank has other rows.
+    out = convert(np.empty((sum(more), 2)))
+    with pytest.raises((ValueError, cc.MismatchError), match="allgather: out"):
+        call(convert(np.zeros((few[comm.rank], 2))), out)
+    gathers(few, TIMES)
+
+
+@needs_fast_path
+def test_calls_of_every_operation_are_learned(comm):
+    own = comm.split(0)
+    x, part, every = np.ones(2 * own.size), np.ones(2), np.ones(2 * own.size**2)
+    calls = [
+        lambda: own.allreduce(x, op=cc.SUM),
+        lambda: own.broadcast(x, 0, out=x),
+        lambda: own.broadcast(x, 0),
+        lambda: own.reduce(x, 0),
+        lambda: own.allgather(x),
+        lambda: own.allgather(x, out=every),
+        lambda: own.reduce_scatter(x),
+        lambda: own.reduce_scatter(x, out=part),
+        lambda: own.barrier(),
+    ]
+    for number, call in enumerate(calls):
+        for _ in range(TIMES):
+            call()
+        assert learned(own) == (number + 1 if uses_engine(comm) else 0)
 
 
 @needs_fast_path
@@ -218,10 +324,16 @@ def test_results_of_tensors_are_those_of_the_first_call(comm, make, place):
 def test_calls_with_tensors_are_learned_beside_those_with_arrays(comm):
     torch = installed("torch")
     own = comm.split(0)
-    for x in (torch.ones(3), np.ones(3, "f4"), torch.ones(3, dtype=torch.float64)):
+    arrays = [
+        torch.ones(3),
+        np.ones(3, "f4"),
+        torch.ones(3, dtype=torch.float64),
+        torch.ones(4, requires_grad=True),
+    ]
+    for x in arrays:
         for _ in range(TIMES):
             own.allreduce(x, op=cc.SUM)
-    assert learned(own) == (3 if uses_engine(comm) else 0)
+    assert learned(own) == (len(arrays) if uses_engine(comm) else 0)
 
 
 def test_other_tensors_after_learned_ones_have_results_of_their_own(comm):

@@ -21,12 +21,21 @@ plan = comm.plan_allreduce(comm.shared_empty(1000, np.float32))
 plan()
 kind, what = sys.argv[1:3]
 limit = 2 if kind == "stop" else 30
+x = np.ones(3)
+def gather():
+    return comm.allgather(x, timeout=limit)
+for _ in range(6 if what == "learned" else 0):  # then compiled code repeats it
+    gather()
+large = np.ones(100_000)
+calls = {
+    "plan": plan, "learned": gather, "call": lambda: comm.allreduce(large, timeout=limit)
+}
 if comm.rank == 1:
     time.sleep(0.5)  # others may still be in what went before, and would fail there
     os.kill(os.getpid(), signal.SIGKILL if kind == "kill" else signal.SIGSTOP)
 began = time.monotonic()
 try:
-    plan() if what == "plan" else comm.allreduce(np.ones(100_000), timeout=limit)
+    calls[what]()
 except cc.CollectiveError as error:
     seconds = time.monotonic() - began
     print(f"rank {comm.rank} after {seconds:.3f} s {type(error).__name__}: {error}", flush=True)
@@ -46,7 +55,7 @@ def run(tmp_path, *arguments, options=(), **extra):
     return mpirun(3, program, *arguments, options=options, timeout=60, **extra)
 
 
-@pytest.mark.parametrize("what", ["plan", "call"])
+@pytest.mark.parametrize("what", ["plan", "call", "learned"])
 def test_a_killed_rank_is_a_peer_failure_on_the_others_at_once(tmp_path, what):
     result = run(tmp_path, "kill", what, options=FAULT_TOLERANT)
     for rank in (0, 2):
