@@ -66,6 +66,12 @@ def attach_listeners_to_all() -> None:
         group.attach_listeners()
 
 
+def _make_lone_engine(group: Group) -> tuple[engine.Engine, peer_status.StatusBoard]:
+    made = engine.alone(group.transport)
+    name = group.transport.name([0])
+    return made, peer_status.StatusBoard(made.status_entries, 0, [name])
+
+
 class Group:
     """Ranks that call operations together, one call at a time.
 
@@ -385,6 +391,14 @@ class Group:
             self.attach_listeners()
         if is_fault_tolerant() and self.local_rank == 0:
             engine.compile_ahead()  # after `shrink`, a smaller group may need other kernels
+
+    def lone_engine(self) -> engine.Engine:
+        """Return the engine of a group of one rank; with it the group has a status board."""
+        made, status = self.state_of(_make_lone_engine)
+        if self.status is not status:
+            self.status = status
+            self.attach_listeners()
+        return made
 
     @property
     def uses_messages(self) -> bool:

@@ -165,6 +165,18 @@ class KernelCall(NamedTuple):
     keep: tuple[Array, ...]
 
 
+def alone(transport: Transport) -> Engine:
+    """Return the engine of one rank, in private memory, for `Engine.plan_own_copy`."""
+    headers, slot = _header_bytes(1), kernel_selection.SLOT_BYTES
+    memory = np.zeros(headers + 2 * slot, np.uint8)
+    return Engine(transport, memory, headers, slot, slot, peer_watch.PeerWatch(transport, None))
+
+
+def _header_bytes(size: int) -> int:
+    """Return the bytes of headers and status entries, in whole pages."""
+    return -(-size * (HEADER.itemsize + STATUS_ENTRY.itemsize) // _PAGE) * _PAGE
+
+
 def start(transport: Transport, directory: str | None, deadline: Deadline) -> Engine | None:
     """Open the engine of a group of ranks on one node; *collective*.
 
@@ -177,7 +189,7 @@ def start(transport: Transport, directory: str | None, deadline: Deadline) -> En
     if transport.parent is not transport:
         slot = max(slot, SLOT_BYTES_OF_PART)
     room = max(slot, _ROTATED_BYTES // 2 // (transport.size - 1) // _PAGE * _PAGE)
-    headers = -(-transport.size * (HEADER.itemsize + STATUS_ENTRY.itemsize) // _PAGE) * _PAGE
+    headers = _header_bytes(transport.size)
     memory = segment.create(transport, headers, 2 * room, directory, deadline)
     if memory is None:
         return None
@@ -388,6 +400,11 @@ class Engine:
         block.want_bytes = sum(stop - first for _, first, stop, _ in rows)
         kind = "one_shot_copy" if longest <= PART_BYTES else "pipelined_copy"
         return KernelCall(_kind(kind), block, (table,))
+
+    def plan_own_copy(self, nbytes: int) -> KernelCall:
+        """Prepare to copy `nbytes` of this rank's array, which no other rank reads."""
+        # By the kernel for short streams, whose slots nothing is stored in.
+        return self.plan_publish(nbytes, [(self.rank, 0, nbytes, 0)], 0, 0, kept=(0, nbytes))
 
     def _stride(self, nbytes: int, in_round: int) -> int:
         """Return the `stride` of a call of `nbytes` with `in_round` bytes per round."""

@@ -22,7 +22,7 @@ from collectives.operations import plan_cache
 from collectives.plans import by_messages
 from collectives.plans import planner as plans
 from collectives.plans.by_messages import ReduceSpec
-from collectives.plans.prepared_calls import EagerCall, MessageCall, NodeCall
+from collectives.plans.prepared_calls import EagerCall, LoneCall, MessageCall, NodeCall
 from collectives.tracing.call_sites import caller
 
 __all__ = ["barrier", "broadcast"]
@@ -152,6 +152,8 @@ def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = No
         plan: NodeCall | EagerCall | MessageCall
         if engine := call.engine_for(algorithm):
             plan = NodeCall(call, engine.plan_publish(0, [], call.digest, 0))
+        elif plans.is_alone(call, algorithm):
+            plan = LoneCall(call, 0)
         elif small := plans.eager_allreduce(
             call, np.empty(0, np.uint8), ReduceSpec(MAX, algorithm)
         ):

@@ -18,6 +18,8 @@ from collectives.arrays.host_arrays import ALLOCATE, Array, RowsOut
 from collectives.calls.call import Call
 from collectives.calls.counts import output_mismatch
 from collectives.plans.gather_plan import GatherPlan
+from collectives.plans.planner import is_alone
+from collectives.plans.prepared_calls import LoneCall
 
 __all__ = [
     "allgather",
@@ -30,7 +32,7 @@ __all__ = [
 
 def gather(
     call: Call, array: Array, root: int, algorithm: str = "auto", out: RowsOut = ALLOCATE
-) -> tuple[Array | None, list[int], GatherPlan | None]:
+) -> tuple[Array | None, list[int], GatherPlan | LoneCall | None]:
     """Join the ranks' arrays, shape (n, ...), on the root, in a described call.
 
     Returns:
@@ -55,12 +57,12 @@ def gather(
     result = (
         joined.reshape(shape) if out.target is None else host_arrays.copy_to(joined, out.target)
     )
-    return result, rows, None
+    return result, rows, _lone_plan(call, own, shape, algorithm)
 
 
 def allgather(
     call: Call, array: Array, algorithm: str = "auto", out: RowsOut = ALLOCATE
-) -> tuple[Array, list[int], GatherPlan | None]:
+) -> tuple[Array, list[int], GatherPlan | LoneCall | None]:
     """Join the ranks' arrays, shape (n, ...), on all ranks, in a described call.
 
     Returns:
@@ -85,7 +87,13 @@ def allgather(
     # The own chunk must be in place before the all-gather, which sends it.
     joined[first:stop] = own
     call.algorithm("allgather", algorithm, joined.nbytes)(joined, bounds, call.deadline)
-    return host_arrays.copy_to(joined, result), rows, None
+    result = host_arrays.copy_to(joined, result)
+    return result, rows, _lone_plan(call, own, shape, algorithm)
+
+
+def _lone_plan(call: Call, own: Array, shape: tuple[int, ...], algorithm: str) -> LoneCall | None:
+    """Return the plan of one rank; None for several ranks."""
+    return LoneCall(call, own.nbytes, shape) if is_alone(call, algorithm) else None
 
 
 def allgather_known(

@@ -37,7 +37,7 @@ from collectives.operations import minloc, plan_cache
 from collectives.plans import by_messages
 from collectives.plans import planner as plans
 from collectives.plans.by_messages import ReduceSpec
-from collectives.plans.prepared_calls import MessageCall, NodeCall
+from collectives.plans.prepared_calls import LoneCall, MessageCall, NodeCall
 from collectives.tracing.call_sites import caller
 
 __all__ = ["allreduce", "reduce", "reduce_scatter"]
@@ -260,6 +260,8 @@ def reduce(
         plan: NodeCall | MessageCall  # step 5
         if engine := call.engine_for(algorithm):
             plan = NodeCall(call, engine.plan_reduce(send, target, op, root, call.digest))
+        elif plans.is_alone(call, algorithm):
+            plan = LoneCall(call, send.nbytes)
         else:
             how = ReduceSpec(op, algorithm)
             plan = MessageCall(call, partial(by_messages.reduce, how=how, root=root))

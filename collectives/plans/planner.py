@@ -27,6 +27,7 @@ from collectives.plans.by_messages import ReduceSpec
 from collectives.plans.prepared_calls import (
     AnyCall,
     EagerCall,
+    LoneCall,
     MessageCall,
     NodeCall,
     PreparedCall,
@@ -41,6 +42,7 @@ __all__ = [
     "broadcast",
     "broadcast_chunk",
     "eager_allreduce",
+    "is_alone",
     "reduce_scatter",
 ]
 
@@ -52,12 +54,20 @@ def allreduce(call: Call, send: Array, out: Array, how: ReduceSpec) -> AnyCall:
     """Plan the all-reduce of flat arrays in a described call."""
     engine = call.engine_for(how.algorithm)
     if engine is None:
+        # A codec also rounds the array of one rank.
+        if is_alone(call, how.algorithm) and how.codec is None:
+            return LoneCall(call, send.nbytes)
         # Prepared messages first: they carry up to 64 KiB, the comparison of a `MessageCall` 3 KiB.
         small = eager_allreduce(call, send, how)
         return small or MessageCall(call, partial(messages.allreduce, how=how))
     if place := engine.shared.location_of_pair(send, out):  # another kernel, so all ranks need it
         call.add(memory=f"shared array {place.number} + {place.offset} bytes")
     return NodeCall(call, engine.plan_allreduce(send, out, how.op, call.digest))
+
+
+def is_alone(call: Call, algorithm: str) -> bool:
+    """Whether a `LoneCall` is the plan of a call: one rank, and no algorithm by name."""
+    return call.group.size == 1 and algorithm == "auto"
 
 
 def eager_allreduce(call: Call, send: Array, how: ReduceSpec) -> EagerCall | None:
@@ -89,6 +99,8 @@ def reduce_scatter(
     shape = (bounds[call.group.rank + 1] - bounds[call.group.rank],) if shape is None else shape
     engine = call.engine_for(how.algorithm)
     if engine is None:
+        if is_alone(call, how.algorithm):
+            return LoneCall(call, send.nbytes, shape)
         move = partial(messages.reduce_scatter, how=how, bounds=bounds)
         return MessageCall(call, move, shape)
     work = engine.plan_reduce_scatter(send, None, bounds, how.op, call.digest)
@@ -102,6 +114,8 @@ def broadcast(
     """Plan the broadcast of arrays like the flat `buffer`, in a described call."""
     engine = call.engine_for(algorithm)
     if engine is None:
+        if is_alone(call, algorithm):
+            return LoneCall(call, buffer.nbytes)
         return MessageCall(call, partial(messages.broadcast, root=root, algorithm=algorithm))
     own, nbytes = call.group.rank == root, buffer.nbytes
     # Also on the root, whose result may be another array.
@@ -175,7 +189,8 @@ class Plan(Generic[A]):
         self._group = plan.group
         self._timeout = timeout
         self._kernel = None
-        if isinstance(plan, NodeCall):  # the addresses stay in its block
+        # The addresses stay in its block; Python makes a `LoneCall`, as it loads no kernel.
+        if isinstance(plan, NodeCall) and not isinstance(plan, LoneCall):
             plan.bind(send, out)
             self._kernel, self._address = plan.kernel, plan.block
 

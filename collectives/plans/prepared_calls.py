@@ -1,8 +1,9 @@
-"""Three kinds of prepared calls: node engine, eager and messages.
+"""Four kinds of prepared calls: node engine, one rank, eager and messages.
 
 | plan | synchronization | contents |
 | --- | --- | --- |
 | `NodeCall` | shared memory | description and its hash, kernel, loops, bounds and tables |
+| `LoneCall` | none: one rank | description, and later a kernel |
 | `EagerCall` | small messages of compiled code | description and its hash, kernel, loops |
 | `MessageCall` | messages | description, and the function that moves the arrays |
 
@@ -21,6 +22,8 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol, cast
 
+import numpy as np
+
 from collectives.algorithms.eager import EagerBlock, EagerExchange
 from collectives.arrays.host_arrays import Array
 from collectives.calls import signature
@@ -33,7 +36,7 @@ from collectives.node.engine import CopyTable, KernelCall
 from collectives.tracing.peer_status import StatusBoard
 from collectives.tracing.recorder import Record
 
-__all__ = ["AnyCall", "EagerCall", "MessageCall", "NodeCall", "PreparedCall"]
+__all__ = ["AnyCall", "EagerCall", "LoneCall", "MessageCall", "NodeCall", "PreparedCall"]
 
 
 class PreparedCall(Protocol):
@@ -340,6 +343,57 @@ class NodeCall(_KernelCall):
         # The comparison fails on all ranks of the round, so all of them exchange descriptions.
         if not self._engine.run(self._work, deadline, status):
             signature.raise_mismatch(self.group.transport, self._description, deadline)
+
+
+class LoneCall(NodeCall):
+    """A call of a group of one rank: a copy of its array.
+
+    Python copies until `node_call`, because loading compiled code takes 0.1 s.
+
+    Args:
+        call: the described call that creates the plan.
+        nbytes: bytes of the array.
+        shape: shape of the result; None for the shape of the array.
+    """
+
+    def __init__(self, call: Call, nbytes: int, shape: tuple[int, ...] | None = None) -> None:
+        _KernelCall.__init__(self, call, shape)
+        self.fields.pop(signature.NUMBER, None)  # every call has its own number
+        self._nbytes = nbytes
+        self._before = 0
+        self._is_loaded = False
+
+    def node_call(self) -> NodeCall | None:
+        """Load the kernel, and return this call."""
+        if not self._is_loaded:
+            self._engine = self.group.lone_engine()
+            self._use(self._engine.plan_own_copy(self._nbytes))
+            self._is_loaded = True
+        return self
+
+    def run(
+        self,
+        send: Array | None,
+        out: Array | None,
+        timeout: float | None,
+        frame: FrameType,
+        then: Callable[[], Exception | None] | None = None,
+    ) -> Array | None:
+        """Repeat the call as `PreparedCall.run`."""
+        made = None
+        if out is None and self.shape is not None and send is not None:
+            made = np.empty(self.shape, send.dtype)
+        _KernelCall.run(self, send, made if out is None else out, timeout, frame, then)
+        return made
+
+    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
+        """Run the call that created the plan."""
+        self.meet(send, out, None)
+
+    def meet(self, send: Array | None, out: Array | None, timeout: float | None) -> None:
+        """Copy the array."""
+        if send is not None and out is not None and out is not send:
+            out.reshape(-1)[...] = send.reshape(-1)
 
 
 class EagerCall(_KernelCall):

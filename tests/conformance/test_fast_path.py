@@ -13,7 +13,7 @@ import collectives as cc
 import oracle
 from collectives.calls import fast_path
 from collectives.communicator import group_of
-from collectives.kernels import buffer_address
+from collectives.kernels import buffer_address, machine_code
 from requirements import installed
 
 # More than a call is repeated before the fast path learns it.
@@ -160,6 +160,46 @@ def test_calls_of_every_operation_are_learned(comm):
         for _ in range(TIMES):
             call()
         assert learned(own) == (number + 1 if uses_engine(comm) else 0)
+
+
+# A call of one rank is learned after 500, if its code need not be compiled.
+MANY = 510
+
+
+def is_loaded_by_one_rank():
+    kept = machine_code.is_kept("collectives.kernels.fast_path_kernel", "repeat")
+    return kept and sys.version_info >= (3, 11)
+
+
+@pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
+def test_one_rank_repeats_its_calls_with_the_same_results(comm, call):
+    alone = comm.split(comm.rank)
+    x = np.array([1.5, np.nan, -0.0])
+    out, own, results = np.empty(3), x.copy(), set()
+    for step in range(MANY):
+        x[0] = own[0] = step
+        expected = call(alone, x, None).tobytes()
+        assert call(alone, x, out) is out
+        assert call(alone, own, own) is own
+        results |= {(out.tobytes() == expected, own.tobytes() == expected)}
+        own[:] = x
+    assert results == {(True, True)}
+    is_copy = call not in (CALLS["allreduce, scaled"], CALLS["allreduce, 16 bits"])
+    assert learned(alone) == (2 if is_copy and is_loaded_by_one_rank() else 0)
+
+
+@pytest.mark.parametrize(("call", "expected", "first"), SHAPED.values(), ids=SHAPED)
+def test_one_rank_repeats_its_gathers_and_shares(comm, call, expected, first):
+    alone = comm.split(comm.rank)
+    x, out = np.zeros((2, 3)), np.empty((2, 3))
+    for step in range(MANY):
+        x[0] = step
+        assert call(alone, x, out) is out
+        np.testing.assert_array_equal(out, x)
+        np.testing.assert_array_equal(call(alone, x, None), x)
+    facts = group_of(alone).recorder.records[-1].facts()
+    assert (facts["number"], facts["state"]) == (2 * MANY, "done")
+    assert learned(alone) == (1 if is_loaded_by_one_rank() else 0)
 
 
 @needs_fast_path
