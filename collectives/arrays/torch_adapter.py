@@ -166,15 +166,17 @@ def _tensor_dtype(dtype: Any) -> np.dtype[Any]:
 
 
 class TensorFunctions(NamedTuple):
-    """Functions by which compiled code reads tensors; not parameters.
+    """Functions by which compiled code reads tensors and parameters.
 
     Attributes:
         tensor: the class.
+        parameter: the class of parameters, whose results are tensors.
         describe: address of the C function that fills in a `DLTensor` without taking a reference.
         is_neg, empty_like, new_empty, increment_version: functions of PyTorch.
     """
 
     tensor: Any
+    parameter: Any
     describe: int
     is_neg: Any
     empty_like: Any
@@ -190,8 +192,9 @@ _EXCHANGE_MAJOR, _DESCRIBE = 1, 5
 def tensor_functions(x: object) -> TensorFunctions | None:
     """Return the functions for a tensor; None for other objects, and if PyTorch lacks one."""
     torch = sys.modules.get("torch")
-    kind = getattr(torch, "Tensor", None)  # absent while PyTorch is being imported
-    return _tensor_functions(torch) if type(x) is kind else None
+    # Absent while PyTorch is being imported.
+    kinds = getattr(torch, "Tensor", None), getattr(getattr(torch, "nn", None), "Parameter", None)
+    return _tensor_functions(torch) if type(x) in kinds else None
 
 
 @functools.cache
@@ -205,7 +208,8 @@ def _tensor_functions(torch: Any) -> TensorFunctions | None:
     if ctypes.c_uint32.from_address(table).value != _EXCHANGE_MAJOR:
         return None
     return TensorFunctions(
-        torch.Tensor, ctypes.c_int64.from_address(table + 8 * _DESCRIBE).value,
+        torch.Tensor, torch.nn.Parameter,
+        ctypes.c_int64.from_address(table + 8 * _DESCRIBE).value,
         torch.Tensor.is_neg, torch.empty_like, torch.Tensor.new_empty,
         torch.autograd.graph.increment_version,
     )  # fmt: skip

@@ -184,6 +184,7 @@ class FastPath:
             state.tensor_like, state.new_tensor = id(functions.empty_like), id(functions.new_empty)
             state.false = id(False)
             state.mark_written = id(functions.increment_version)
+            state.parameter_type = id(functions.parameter)
             state.tensor_type = id(functions.tensor)
         kind = ctypes.PYFUNCTYPE(ctypes.c_int, ctypes.py_object, ctypes.c_void_p)
         described = np.zeros(1, TENSOR)

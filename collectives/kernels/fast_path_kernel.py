@@ -123,8 +123,8 @@ def _dtype_number(x: Any) -> int:
 
 @njit
 def _is_tensor(state: Any, x: Any) -> bool:
-    # No type has address 0, as before a tensor's call is known.
-    return bool(x.type == state.tensor_type)
+    # No type has address 0, which both have before a tensor's call is known.
+    return bool(x.type in (state.tensor_type, state.parameter_type))
 
 
 @njit
@@ -246,7 +246,7 @@ def _target(state: Any, at: Any, first: Any, result: Any, tensors: Any) -> int:
     if result == first:
         return int(record(tensors, TENSOR).data)
     described = tensors + _TENSOR_BYTES
-    if made.type != state.tensor_type or not _describe(state, result, described):
+    if not _is_tensor(state, made) or not _describe(state, result, described):
         return 0
     fits = _fits(state, at, first, result, tensors)
     return int(record(described, TENSOR).data) if fits else 0

@@ -123,6 +123,7 @@ STATE = np.dtype(
         ("new_array", "i8"),  # PyArray_Empty
         # Of PyTorch, 0 until a tensor's call is known:
         ("tensor_type", "i8"),  # object
+        ("parameter_type", "i8"),  # object
         ("describe", "i8"),  # address of `dltensor_from_py_object_no_sync`
         ("is_neg", "i8"),  # object, `torch.Tensor.is_neg`
         ("tensor_like", "i8"),  # object, `torch.empty_like`

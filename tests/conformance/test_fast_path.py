@@ -168,7 +168,7 @@ MANY = 510
 
 def is_loaded_by_one_rank():
     kept = machine_code.is_kept("collectives.kernels.fast_path_kernel", "repeat")
-    return kept and sys.version_info >= (3, 11)
+    return kept and fast_path.is_usable()
 
 
 @pytest.mark.parametrize("call", CALLS.values(), ids=CALLS)
@@ -364,16 +364,20 @@ def test_results_of_tensors_are_those_of_the_first_call(comm, make, place):
 def test_calls_with_tensors_are_learned_beside_those_with_arrays(comm):
     torch = installed("torch")
     own = comm.split(0)
-    arrays = [
-        torch.ones(3),
-        np.ones(3, "f4"),
-        torch.ones(3, dtype=torch.float64),
-        torch.ones(4, requires_grad=True),
+    makes = [
+        lambda: torch.ones(3),
+        lambda: np.ones(3, "f4"),
+        lambda: torch.ones(3, dtype=torch.float64),
+        lambda: torch.ones(4, requires_grad=True),
+        lambda: torch.nn.Parameter(torch.ones(5)),
     ]
-    for x in arrays:
-        for _ in range(TIMES):
-            own.allreduce(x, op=cc.SUM)
-    assert learned(own) == (len(arrays) if uses_engine(comm) else 0)
+    for make in makes:
+        x = make()
+        for out in (None, make(), x):
+            for _ in range(TIMES):
+                own.allreduce(x, op=cc.MAX, out=out)
+    # A call that is not found again would be learned again. In place is another call.
+    assert learned(own) == (2 * len(makes) if uses_engine(comm) else 0)
 
 
 def test_other_tensors_after_learned_ones_have_results_of_their_own(comm):
@@ -405,6 +409,22 @@ def test_other_tensors_after_learned_ones_have_results_of_their_own(comm):
     with pytest.raises(TypeError, match="cannot be read"):
         call(torch.empty(6, device="meta"))
     assert call(x).tolist() == total
+
+
+def test_parameters_are_reduced_in_place_without_a_graph(comm):
+    torch = installed("torch")
+    weight = torch.nn.Parameter(torch.ones(3))
+    for _ in range(TIMES):
+        loss = (weight * weight).sum()
+        with torch.no_grad():
+            assert comm.allreduce(weight, op=cc.MAX, out=weight) is weight
+        with pytest.raises(RuntimeError, match="modified by an inplace operation"):
+            loss.backward()
+        assert weight.is_leaf
+        assert weight.requires_grad
+        made = comm.allreduce(weight, op=cc.SUM)
+        assert (type(made), made.requires_grad) == (torch.Tensor, False)
+        assert made.tolist() == [comm.size] * 3
 
 
 def test_autograd_sees_that_a_learned_call_has_written(comm):
