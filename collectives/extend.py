@@ -12,12 +12,12 @@ Example:
 
 from __future__ import annotations
 
+import functools
 from collections.abc import Callable
-from typing import Any, TypeVar
+from typing import Any, NamedTuple, TypeVar
 
 from collectives import world
 from collectives.arrays.host_arrays import Array
-from collectives.arrays.reduction import Op
 from collectives.arrays.torch_adapter import as_tensor, elements_of
 from collectives.calls.call import begin_call
 from collectives.calls.fast_path import Given
@@ -33,7 +33,9 @@ from collectives.core.visible_gpus import visible_gpus
 from collectives.launch import processes
 from collectives.launch.launcher import launcher_rank, launcher_world_size
 from collectives.operations import plan_cache
-from collectives.operations.reduce import allreduce
+from collectives.operations.broadcast import broadcast
+from collectives.operations.gather_scatter import allgather
+from collectives.operations.reduce import allreduce, reduce_scatter
 from collectives.tracing.call_sites import (
     CallOrigin,
     caller,
@@ -47,7 +49,6 @@ __all__ = [
     "CallOrigin",
     "Channel",
     "XlaHandler",
-    "allreduce_elements",
     "as_tensor",
     "caller",
     "calls_from",
@@ -66,6 +67,7 @@ __all__ = [
     "learn_call",
     "node_leaders",
     "open_channel",
+    "run_on_elements",
     "supports_threads",
     "uses_messages",
     "visible_gpus",
@@ -95,15 +97,50 @@ def open_channel(comm: Communicator) -> Channel:
         )
 
 
-def allreduce_elements(
-    comm: Communicator, tensor: Any, op: Op, timeout: float, view: Callable[[Any], Array | None]
-) -> bool:
-    """Reduce a PyTorch tensor in place; autograd does not see that it was written.
+class _OnElements(NamedTuple):
+    """An operation of `run_on_elements`: the key of its plans, and how it runs with and without."""
+
+    key: Callable[[Any], plan_cache.Key]
+    run_cached: Callable[..., Any]
+    run: Callable[..., Any]
+
+
+_ON_ELEMENTS = {
+    "allreduce": _OnElements(
+        functools.cache(lambda op: ("allreduce", op, "auto", None, 1, 1)),
+        plan_cache.run_cached,
+        lambda group, x, op, **how: allreduce(group, x, op=op, **how),
+    ),
+    "broadcast": _OnElements(
+        functools.cache(lambda root: ("broadcast", root, "auto")),
+        plan_cache.run_cached,
+        broadcast,
+    ),
+    "allgather": _OnElements(
+        functools.cache(lambda _: ("allgather", "auto")),
+        plan_cache.run_cached_into,
+        lambda group, x, _, **how: allgather(group, x, **how),
+    ),
+    "reduce_scatter": _OnElements(
+        functools.cache(lambda op: ("reduce_scatter", op, "auto", 1, 1, None)),
+        plan_cache.run_cached_into,
+        lambda group, x, op, **how: reduce_scatter(group, x, op=op, **how),
+    ),
+}
+
+
+def run_on_elements(
+    comm: Communicator, operation: str, option: Any, x: Any, out: Any, timeout: float,
+    view: Callable[[Any], Array | None],
+) -> bool:  # fmt: skip
+    """Run an operation on PyTorch tensors; autograd does not see that `out` was written.
 
     Args:
         comm: communicator.
-        tensor: a tensor on the host.
-        op: operation for its dtype.
+        operation: "allreduce", "broadcast", "allgather" or "reduce_scatter".
+        option: op of a reduction for its dtype, or root of a broadcast.
+        x: a tensor on the host.
+        out: a tensor for the result; may be `x`.
         timeout: seconds.
         view: returns the elements in C order, None if a copy is needed. Not called if the fast path
             knows the call.
@@ -112,20 +149,21 @@ def allreduce_elements(
         False if `view` has returned None; then nothing has happened.
 
     Raises:
-        As `allreduce`.
+        As the operation.
     """
-    group, frame = group_of(comm), caller()
-    key = ("allreduce", op, "auto", None, 1, 1)
-    if group.fast_path.repeat(tensor, tensor, frame, timeout, *key) is not None:
+    group, frame, how = group_of(comm), caller(), _ON_ELEMENTS[operation]
+    key = how.key(option)
+    if group.fast_path.repeat(x, out, frame, timeout, *key) is not None:
         return True
-    x = view(tensor)
-    if x is None:
+    array = view(x)
+    target = array if out is x else view(out)
+    if array is None or target is None:
         return False
     try:
-        given = Given(tensor, tensor, marks=False)
-        plan_cache.run_cached(group, key, x, x, timeout, frame, given)
+        given = Given(x, out, marks=False)
+        how.run_cached(group, key, array, target, timeout, frame, given)
     except plan_cache.NoPlan:
-        allreduce(group, x, op=op, out=x, timeout=timeout)
+        how.run(group, array, option, out=target, timeout=timeout)
     return True
 
 

@@ -112,11 +112,13 @@ def allreduce(
         if tensor.is_sparse:
             _allreduce_rows(comm, tensor, how, limit)
             continue
-        # The usual call, without a NumPy array if it is repeated. Integers may have another op.
-        plain = tensor.is_floating_point() and how.factor is None and codec is cc.NONE
+        # The usual call, without a NumPy array if it is repeated.
+        plain = _is_plain(tensor, how) and codec is cc.NONE
         array, write = None, None
         try:
-            if plain and extend.allreduce_elements(comm, tensor, how.op, limit, contiguous_view):
+            if plain and extend.run_on_elements(
+                comm, "allreduce", how.op, tensor, tensor, limit, _view
+            ):
                 continue
             array, write = _lend(comm, tensor, adds=True)
             _reduce(comm, array, how, limit, out=array, codec=codec)
@@ -185,6 +187,8 @@ def differs_in_memory(error: cc.MismatchError) -> bool:
 
 def broadcast(comm: cc.Communicator, tensor: torch.Tensor, root: int, limit: float) -> None:
     """Overwrite a tensor with the root's."""
+    if extend.run_on_elements(comm, "broadcast", root, tensor, tensor, limit, _view):
+        return
     array, write = _lend(comm, tensor)
     comm.broadcast(array, root, out=array, timeout=limit)
     # The root's tensor has the value already.
@@ -206,6 +210,10 @@ def reduce(
 
 def allgather(comm: cc.Communicator, outputs: Tensors, tensor: torch.Tensor, limit: float) -> None:
     """Fill the outputs with the elements of all ranks in rank order."""
+    if len(outputs) == 1 and extend.run_on_elements(
+        comm, "allgather", None, tensor, outputs[0], limit, _flat_view
+    ):
+        return
     array, _ = _lend(comm, tensor)
     # Into the output itself if it is one contiguous tensor.
     own = _memory(outputs)
@@ -256,6 +264,15 @@ def reduce_scatter(
     comm: cc.Communicator, output: torch.Tensor, parts: Tensors, how: Reduction, limit: float
 ) -> None:
     """Fill the output with this rank's part of the reduction; a single part is split evenly."""
+    if (
+        len(parts) == 1
+        and _is_plain(parts[0], how)
+        and parts[0].numel() % comm.size == 0
+        and extend.run_on_elements(
+            comm, "reduce_scatter", how.op, parts[0], output, limit, _flat_view
+        )
+    ):
+        return
     arrays = [_lend(comm, part, adds=True)[0].reshape(-1) for part in parts]
     joined = arrays[0] if len(arrays) == 1 else np.concatenate(arrays)
     sizes = [array.size for array in arrays] if len(arrays) > 1 else None
@@ -319,6 +336,24 @@ def alltoall_rows(
             f"{list(output_sizes)}, got {received.tolist()} (rank {comm.rank} of {comm.size})"
         )
     _fill("all_to_all_single", [output], joined)
+
+
+def _is_plain(tensor: torch.Tensor, how: Reduction) -> bool:
+    """Return whether a tensor is reduced by the op itself; integers may have another one."""
+    return tensor.is_floating_point() and how.factor is None
+
+
+def _view(tensor: torch.Tensor) -> Array | None:
+    """Return a tensor's memory as an array; None if its elements need a conversion."""
+    if not (has_arithmetic(tensor.dtype) and is_contiguous_host(tensor)):
+        return None
+    return as_numpy(tensor)
+
+
+def _flat_view(tensor: torch.Tensor) -> Array | None:
+    """Return `_view` as shape (n,)."""
+    array = _view(tensor)
+    return None if array is None else array.reshape(-1)
 
 
 def _lend(

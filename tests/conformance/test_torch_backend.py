@@ -103,13 +103,43 @@ def test_a_repeated_call_does_what_the_first_did_with_gloo(torch_ranks, make):
     dist.barrier()
 
 
+@pytest.mark.parametrize("dtype", [torch.float32, torch.bfloat16, torch.int32], ids=str)
+def test_repeated_gathers_shares_and_broadcasts_are_right(torch_ranks, dtype):
+    rank, size = torch_ranks
+    for step in range(6):
+        everyones = [(torch.arange(6).reshape(2, 3) + r + step).to(dtype) for r in range(size)]
+        x, joined = everyones[rank], torch.cat(everyones)
+        every, stacked = torch.empty_like(joined), torch.empty(size, 2, 3, dtype=dtype)
+        dist.all_gather_into_tensor(every, x)
+        assert torch.equal(every, joined)
+        dist.all_gather_into_tensor(every, every[2 * rank : 2 * rank + 2])
+        assert torch.equal(every, joined)
+        dist.all_gather_into_tensor(stacked, x)
+        assert torch.equal(stacked, torch.stack(everyones))
+        mine = torch.empty_like(x)
+        dist.reduce_scatter_tensor(mine, every)
+        assert torch.equal(mine, size * x)
+        dist.broadcast(x, size - 1)
+        assert torch.equal(x, (torch.arange(6).reshape(2, 3) + size - 1 + step).to(dtype))
+        for changed in (x, every, stacked, mine):
+            changed.untyped_storage().resize_(0)  # as FSDP does
+
+
 def test_autograd_is_not_told_of_repeated_calls(torch_ranks):
-    weight = torch.ones(3, requires_grad=True)
-    for _ in range(6):
-        x = torch.ones(3)
-        loss = (weight * x).sum()
-        dist.all_reduce(x)
-        loss.backward()  # as with Gloo
+    _, size = torch_ranks
+    weight = torch.ones(size, requires_grad=True)
+    x, part = torch.ones(size), torch.ones(1)
+    calls = [
+        lambda: dist.all_reduce(x),
+        lambda: dist.broadcast(x, 0),
+        lambda: dist.all_gather_into_tensor(x, part),
+        lambda: dist.reduce_scatter_tensor(part, x),
+    ]
+    for call in calls:
+        for _ in range(6):
+            loss = (weight * x).sum() + (weight * part).sum()
+            call()
+            loss.backward()  # as with Gloo
 
 
 def all_reduced(x, size):
