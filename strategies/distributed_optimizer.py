@@ -9,8 +9,9 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, overload
 import collectives as cc
 from collectives import extend
 from strategies.averaging.consistency import Compare
+from strategies.averaging.local_optimizer import LocalOptimizer
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
-from strategies.averaging.options import AveragingOptions, Early
+from strategies.averaging.options import AveragingOptions, Early, SyncEvery
 from strategies.core import agreement
 from strategies.remote_optimizers import dispatch
 
@@ -58,6 +59,8 @@ class OptimizerOptions(TypedDict, total=False):
     overlap: Early
     compare: Compare
     compare_every: int | None
+    sync_every: SyncEvery | None
+    outer: Any
     strategy: Any
 
 
@@ -90,6 +93,8 @@ def DistributedOptimizer(
     overlap: Early = "auto",
     compare: Compare = "all",
     compare_every: int | None = None,
+    sync_every: SyncEvery | None = None,
+    outer: Any = None,
     strategy: Any = None,
 ) -> Any:
     """Return an optimizer that combines the gradients of all ranks before each update.
@@ -135,6 +140,14 @@ def DistributedOptimizer(
             in the first two steps are compared instead, and the floating-point scalars of its state
             in every step; parameters only if they are passed to `update`.
         compare_every: compare again every this many steps; None compares in the first step only.
+            With `sync_every`, synchronizations count instead of steps.
+        sync_every: k: each rank makes k steps by its own gradients, then the parameters of all
+            ranks are averaged (local SGD). A function from the number of steps already taken to k
+            changes it (post-local SGD). None averages the gradients of every step.
+        outer: optimizer that updates the parameters of the last synchronization by the mean over
+            ranks of their change, in place of the average, such as
+            `strategies.optimizers.Nesterov(0.7)` (DiLoCo). For an optimizer of Optax one of Optax,
+            otherwise one of `strategies.optimizers`.
         strategy: strategy whose ranks combine gradients, in place of `comm`; for
             `OneDeviceStrategy` this rank alone. Several devices per process require an optimizer
             for arrays, called in `strategy.run`. A `ParameterServerStrategy` or
@@ -172,6 +185,8 @@ def DistributedOptimizer(
         overlap=overlap,
         compare=compare,
         compare_every=compare_every,
+        sync_every=sync_every,
+        outer=outer,
     )
     if strategy is not None:
         # A strategy that runs the steps itself has no place for options of averaging.
@@ -191,6 +206,7 @@ def DistributedOptimizer(
         rule.check()
         dispatch.check_unwrapped(optimizer)
         make, facts = _recognise(optimizer, named_parameters)
+        _check_outer(rule.outer, facts[0])
         if strategy is not None:
             # `facts[0]` is the kind, which decides what a strategy can do with it.
             dispatch.check_averaging(strategy, arrays=facts[0] == _ARRAYS)
@@ -226,7 +242,7 @@ def _recognise(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]
 
         names = parameters.names_of(optimizer, named_parameters)
         facts = parameters.described(optimizer, names)
-        return lambda comm, rule: of_torch.TorchOptimizer(optimizer, names, comm, rule), facts
+        return lambda comm, rule: of_torch.wrap(optimizer, names, comm, rule), facts
     # Arrays have names of their own, or none.
     if named_parameters is not None:
         raise ValueError(
@@ -236,7 +252,7 @@ def _recognise(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]
     _refuse_keras(optimizer)
     # By methods, so that any optimizer with this interface is accepted.
     if callable(getattr(optimizer, "apply_gradients", None)):
-        return lambda comm, rule: AveragingOptimizer(optimizer, comm, rule), [_ARRAYS]
+        return lambda comm, rule: _wrap_arrays(optimizer, comm, rule), [_ARRAYS]
     # Last, because many objects have methods of these names.
     if all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
         from strategies.jax import transformation as of_jax
@@ -246,6 +262,23 @@ def _recognise(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]
         "DistributedOptimizer: the optimizer has no apply_gradients, expected one of "
         "strategies.optimizers, of torch.optim or of Optax, got " + type(optimizer).__name__
     )
+
+
+def _wrap_arrays(optimizer: Any, comm: cc.Communicator, rule: AveragingOptions) -> Any:
+    kind = AveragingOptimizer if rule.sync_every is None else LocalOptimizer
+    return kind(optimizer, comm, rule)
+
+
+def _check_outer(outer: Any, kind: str) -> None:
+    """Reject an outer optimizer of another kind than the anchors."""
+    expected, methods = "strategies.optimizers", ("apply_gradients", "state_dict")
+    if kind == _JAX:
+        expected, methods = "Optax", ("init", "update")
+    if outer is not None and not all(callable(getattr(outer, name, None)) for name in methods):
+        raise TypeError(
+            f"DistributedOptimizer: expected an optimizer of {expected} as outer, got "
+            f"{type(outer).__name__}"
+        )
 
 
 def _refuse_keras(optimizer: Any) -> None:

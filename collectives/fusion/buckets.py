@@ -239,6 +239,31 @@ class Buckets:
             self._residuals.restore(name, kept)
         self._kept = []
 
+    def feedback(self) -> list[dict[str, Any]]:
+        """Return copies of the residuals for a checkpoint of this rank.
+
+        Returns:
+            for each bucket its residuals by part, as arrays; [] without feedback.
+        """
+        if self._residuals is None:
+            return []
+        return [self._residuals.saved(bucket.name) for bucket in self._buckets]
+
+    def load_feedback(self, kept: Sequence[dict[str, Any]]) -> None:
+        """Replace the residuals by a result of `feedback`, from buckets of the same arrays.
+
+        Raises:
+            ValueError: the number of buckets differs.
+        """
+        if self._residuals is None or len(kept) != len(self._buckets):
+            expected = 0 if self._residuals is None else len(self._buckets)
+            raise ValueError(
+                f"load_feedback: expected residuals of {expected} buckets, got {len(kept)}"
+            )
+        for bucket, parts in zip(self._buckets, kept, strict=True):
+            # Copies, because residuals are changed in place.
+            self._residuals.restore(bucket.name, {name: x.copy() for name, x in parts.items()})
+
     def close(self) -> None:
         """Release memory, ranks and residuals; *collective*. Closing twice is harmless.
 

@@ -304,6 +304,14 @@ class Averaging:
                 if gradient is not None:
                     gradient *= limit / norm
 
+    def feedback(self) -> Sequence[dict[str, Any]]:
+        """Return this rank's rounding errors for a checkpoint; [] without feedback."""
+        return self._bucketed.feedback()
+
+    def load_feedback(self, kept: Sequence[dict[str, Any]]) -> None:
+        """Replace the rounding errors by a result of `feedback`."""
+        self._bucketed.load_feedback(kept)
+
     def close(self) -> None:
         """Release the buckets; *collective*."""
         # Its reductions have started, and other ranks wait in them.

@@ -13,7 +13,7 @@ __all__ = ["GradientBuckets"]
 
 
 class GradientBuckets:
-    """Places for gradients, made when they are first needed; all methods are *collective*.
+    """Places for gradients, made when they are first needed; methods are *collective*.
 
     Args:
         comm: the ranks.
@@ -32,6 +32,7 @@ class GradientBuckets:
         self.buckets: cc.Buckets | None = None
         self.members: list[int] = []
         self.places: dict[int, Any] = {}
+        self._loaded: Sequence[dict[str, Any]] = ()  # residuals for buckets that are not made yet
 
     def make(
         self, leaves: Sequence[ParameterSpec], wanted: set[int], bucket_bytes: int | None
@@ -58,6 +59,9 @@ class GradientBuckets:
             names=[leaf.name for leaf in chosen],
         )
         self.members = members
+        if self._loaded:
+            self.buckets.load_feedback(self._loaded)
+            self._loaded = ()
         tensors = zip(members, self.buckets.views, strict=True)
         # Only PyTorch's tensors have `is_cpu`: places of NumPy are not offered to backward hooks.
         self.places = {i: view for i, view in tensors if getattr(view, "is_cpu", False)}
@@ -82,6 +86,17 @@ class GradientBuckets:
         """Restore the rounding errors of gradients whose average is not used."""
         if self.buckets is not None:
             self.buckets.restore_feedback()
+
+    def feedback(self) -> Sequence[dict[str, Any]]:
+        """Return copies of the rounding errors of each bucket; on this rank alone."""
+        return self._loaded if self.buckets is None else self.buckets.feedback()
+
+    def load_feedback(self, kept: Sequence[dict[str, Any]]) -> None:
+        """Replace the rounding errors by a result of `feedback`; on this rank alone."""
+        if self.buckets is None:
+            self._loaded = kept  # for `make`
+        else:
+            self.buckets.load_feedback(kept)
 
     def close(self) -> None:
         """Release the places; harmless when repeated."""

@@ -21,7 +21,7 @@ from strategies.core.sparse import Rows, checked_rows
 from strategies.optimizers.gradient_pairs import is_variable, refuse_jax, split
 from strategies.replicas import context
 
-__all__ = ["ArrayOptimizer", "AveragingOptimizer", "identity", "like_variables"]
+__all__ = ["ArrayOptimizer", "AveragingOptimizer", "identity", "leaf_of", "like_variables"]
 
 Pair = tuple[Any, Any]
 T = TypeVar("T")
@@ -125,7 +125,7 @@ class AveragingOptimizer:
         try:
             pairs = [split(x, "apply_gradients", i) for i, x in enumerate(grads_and_vars)]
             variables = [variable for _, variable in pairs]
-            leaves = [_leaf(variable, i) for i, variable in enumerate(variables)]
+            leaves = [leaf_of(variable, i) for i, variable in enumerate(variables)]
             gradients = [_fitting(g, leaf) for (g, _), leaf in zip(pairs, leaves, strict=True)]
         except Exception as caught:  # also one of the iterable
             error = caught
@@ -183,7 +183,12 @@ def identity(optimizer: T) -> T:
     return optimizer
 
 
-def _leaf(variable: Any, position: int) -> ParameterSpec:
+def leaf_of(variable: Any, position: int) -> ParameterSpec:
+    """Return the specification of a variable at this position among the pairs.
+
+    Raises:
+        TypeError: it is not an array, or is one of JAX that cannot be replaced.
+    """
     named = is_variable(variable)
     value = variable.value if named else variable
     name = variable.name if named else f"unnamed, position {position}"
@@ -207,7 +212,7 @@ def like_variables(pairs: Iterable[Pair]) -> list[Pair]:
     """
     found = []
     for position, (gradient, variable) in enumerate(pairs):
-        leaf = _leaf(variable, position)
+        leaf = leaf_of(variable, position)
         found.append((gradient_sums.rounded(_fitting(gradient, leaf), leaf.dtype), variable))
     return found
 

@@ -2,21 +2,41 @@
 
 from __future__ import annotations
 
+import dataclasses
 import math
+from collections.abc import Callable
 from dataclasses import dataclass
 from typing import Any, Literal, NoReturn
 
 import collectives as cc
-from strategies.averaging.consistency import Compare
+from strategies.averaging.consistency import Compare, description, settings_of
 from strategies.core.validation import choice, integer
 
-__all__ = ["OPERATION", "Early", "AveragingOptions"]
+__all__ = ["OPERATION", "Early", "AveragingOptions", "SyncEvery"]
 
 OPERATION = "DistributedOptimizer"
 """Name of the operation in errors."""
 
 Early = bool | Literal["auto"]
 """Whether gradients are reduced during the backward pass."""
+
+
+SyncEvery = int | Callable[[int], int]
+"""Number of local steps per synchronization, or a function of the steps already taken."""
+
+# Option -> the options that it excludes, each with the reason.
+_EXCLUDED = {
+    "sync_every": {
+        "op": "parameters are averaged, not gradients",
+        "backward_passes_per_step": "each rank accumulates as many passes as it likes",
+        "allow_partial_steps": "each rank accumulates as many passes as it likes",
+        "gradient_predivide_factor": "parameters are averaged, not gradients",
+        "average_aggregated_gradients": "each rank accumulates as many passes as it likes",
+        "clip_global_norm": "each rank steps by its own gradients and clips them itself",
+        "sparse_as_dense": "parameters are averaged, not gradients",
+        "overlap": "only every k-th step communicates",
+    },
+}
 
 
 @dataclass(frozen=True)
@@ -35,6 +55,8 @@ class AveragingOptions:
     overlap: Early = "auto"
     compare: Compare = "all"
     compare_every: int | None = None
+    sync_every: SyncEvery | None = None
+    outer: Any = None
 
     def check(self) -> None:
         """Raise `TypeError` or `ValueError` for invalid options."""
@@ -58,10 +80,30 @@ class AveragingOptions:
             _refuse(f"gradient_predivide_factor is for MEAN, got {self.op.value}")
         if self.clip_global_norm is not None and not 0 < self.clip_global_norm < math.inf:
             _refuse(f"expected clip_global_norm > 0, got {self.clip_global_norm}")
+        if self.sync_every is not None and not callable(self.sync_every):
+            integer(OPERATION, "sync_every", self.sync_every)
+        if self.outer is not None and self.sync_every is None:
+            _refuse("outer updates by the mean of local steps, expected sync_every with it")
+        self._check_excluded()
+
+    def _check_excluded(self) -> None:
+        defaults = {field.name: field.default for field in dataclasses.fields(self)}
+        for option, excluded in _EXCLUDED.items():
+            if getattr(self, option) == defaults[option]:
+                continue
+            for name, reason in excluded.items():
+                if getattr(self, name) not in (defaults[name], False):
+                    _refuse(f"{option} excludes {name}: {reason}, got {getattr(self, name)}")
 
     def __str__(self) -> str:
         """Return the options as text, for comparison among ranks."""
         fields = {**self.__dict__, "op": self.op.value}
+        # A function's text is its address, which differs between ranks.
+        if callable(self.sync_every):
+            fields["sync_every"] = "function"
+        if self.outer is not None:
+            given = settings_of(self.outer, schedules=False)
+            fields["outer"] = {name: description(value) for name, value in given.items()}
         return ", ".join(f"{name}={value}" for name, value in fields.items())
 
 

@@ -17,6 +17,7 @@ from strategies import errors
 from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.boxes import Slice
 from strategies.checkpoint.distributed_tensors import PartialReads, dtensor_like, slice_of
+from strategies.checkpoint.per_rank import PerRank
 from strategies.checkpoint.serialization import Arrays
 from strategies.core import array_ops, pytree
 
@@ -93,6 +94,9 @@ class _Restorer:
 
     def thing(self, node: Any, live: Any, name: str) -> Any:
         """Return the restored object for `live`: itself if changed in place, or a new one."""
+        if isinstance(live, PerRank):
+            own = self._of_rank(node)
+            return live if own is None else PerRank(self.thing(own, live.thing, name))
         kind = kinds.protocol_of(live)
         if kind is not None:
             self._load(kind, node, live)

@@ -9,7 +9,7 @@ an object with one key::
     {"array": [name, library]}         {"key": [name, kind]}        a random key of JAX
     {"float": "nan"}                   {"bytes": "00ff"}            {"ranks": [node, ...]}
 
-The last is a generator or key whose state differs between ranks: one node per rank.
+The last is a generator, key or `PerRank` whose state differs between ranks: one node per rank.
 """
 
 from __future__ import annotations
@@ -25,6 +25,7 @@ from strategies import errors
 from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.boxes import Slice
 from strategies.checkpoint.distributed_tensors import slice_of
+from strategies.checkpoint.per_rank import PerRank
 from strategies.core import array_ops, pytree
 
 __all__ = ["Arrays", "serialize"]
@@ -57,6 +58,8 @@ def _encode(thing: Any, name: str, found: Arrays, comm: cc.Communicator | None) 
         return _node_of_ranks(kind.state(thing, comm), name, found, comm)
     if kinds.key_kind(thing) is not None:
         return _node_of_ranks(thing, name, found, comm)
+    if isinstance(thing, PerRank):
+        return _node_of_ranks(thing.thing, name, found, comm)
     if kind is not None:
         return _encode(kind.state(thing, comm), name, found, comm)
     if array_ops.is_array(thing) or isinstance(thing, Slice):

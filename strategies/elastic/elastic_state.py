@@ -16,6 +16,7 @@ from strategies.checkpoint import serialization
 from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.boxes import Slice
 from strategies.checkpoint.distributed_tensors import PartialReads
+from strategies.checkpoint.per_rank import PerRank
 from strategies.checkpoint.restoring import restore_into
 from strategies.core import array_ops, pytree
 from strategies.core.agreement import compare, raise_everywhere
@@ -288,7 +289,8 @@ class State:
         equal = {
             name: thing
             for name, thing in self._others().items()
-            if not getattr(kinds.protocol_of(thing), "of_rank", False)
+            if not isinstance(thing, PerRank)
+            and not getattr(kinds.protocol_of(thing), "of_rank", False)
         }
         found, _ = serialization.serialize(equal, None)
         return [f"{name}: checksum {_checksum(array):08x}" for name, array in found.items()]
@@ -312,7 +314,7 @@ def _is_of_rank(thing: Any) -> bool:
     kind = kinds.protocol_of(thing)
     if kind is not None:
         return kind.of_rank
-    if kinds.key_kind(thing) is not None:
+    if kinds.key_kind(thing) is not None or isinstance(thing, PerRank):
         return True
     inside = thing.values() if isinstance(thing, Mapping) else pytree.children_of(thing)
     return any(map(_is_of_rank, inside or ()))

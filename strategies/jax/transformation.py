@@ -31,7 +31,7 @@ from strategies.core.sparse import Rows
 from strategies.jax.host_calls import host_call
 from strategies.replicas.context import require_one_replica
 
-__all__ = ["AveragingTransformation", "MultiStepsState", "wrap"]
+__all__ = ["AveragingTransformation", "LocalStepsState", "MultiStepsState", "wrap"]
 
 # The name in errors, even in compiled programs: the user calls the transformation's `update`.
 _named = known_as("DistributedOptimizer.update")
@@ -65,13 +65,31 @@ class MultiStepsState(NamedTuple):
     inner: Any
 
 
+class LocalStepsState(NamedTuple):
+    """State of a transformation with `sync_every`; differs between ranks.
+
+    Attributes:
+        step: number of steps so far, int32.
+        since: number of steps since the last synchronization, int32.
+        anchors: parameters of the last synchronization, equal on all ranks.
+        outer: state of the outer transformation, equal on all ranks.
+        inner: state of the wrapped transformation.
+    """
+
+    step: Any
+    since: Any
+    anchors: Any
+    outer: Any
+    inner: Any
+
+
 def wrap(
     transformation: optax.GradientTransformation, comm: cc.Communicator, rule: AveragingOptions
 ) -> AveragingTransformation:
     """Return a transformation that averages over the ranks; see `strategies.DistributedOptimizer`.
 
     *Collective*, as is every `update` of the result. The state is that of the wrapped
-    transformation, or a `MultiStepsState` around it. `update` takes `examples=`, the number of rows
+    transformation, or a `MultiStepsState` or `LocalStepsState` around it. `update` takes `examples=`, the number of rows
     of which this rank's gradients are the mean, and passes other keywords on.
     """
     inner = optax.with_extra_args_support(transformation)
@@ -92,6 +110,8 @@ def wrap(
     made = AveragingTransformation(inner.init, update)
     if rule.backward_passes_per_step > 1:
         made = _with_passes(inner, average, rule.backward_passes_per_step)
+    if rule.sync_every is not None:
+        made = _with_local_steps(inner, average, rule)
     made.comm = own
     return made
 
@@ -154,6 +174,62 @@ def _with_passes(inner: Any, average: _Average, wanted: int) -> AveragingTransfo
             made, changed = jax.lax.cond(count == wanted, enough, not_yet)
             return made, changed
         return enough() if int(count) == wanted else not_yet()
+
+    return AveragingTransformation(init, update)
+
+
+def _with_local_steps(
+    inner: Any, average: _Average, rule: AveragingOptions
+) -> AveragingTransformation:
+    """Step by this rank's gradients, and average the parameters at the end of each round.
+
+    `strategies.averaging.local_steps` explains rounds.
+    """
+    # Subtracts the mean difference, which leaves the mean of the parameters.
+    outer = optax.with_extra_args_support(rule.outer or optax.sgd(1.0))
+
+    def init(params: Any) -> LocalStepsState:
+        # Copies: the program may reuse the memory of its parameters.
+        anchors = jax.tree.map(jnp.array, params)
+        zero = jnp.int32(0)
+        return LocalStepsState(zero, zero, anchors, outer.init(anchors), inner.init(params))
+
+    @_named
+    def update(
+        updates: Any, state: LocalStepsState, params: Any = None, **extra: Any
+    ) -> tuple[Any, LocalStepsState]:
+        if params is None:
+            raise ValueError(
+                "DistributedOptimizer.update: with sync_every parameters are averaged, expected "
+                "update(gradients, state, params), got no params"
+            )
+        made, changed = inner.update(updates, state.inner, params, **extra)
+        every = rule.sync_every
+        every = every(state.step) if callable(every) else every
+        step, since = state.step + 1, state.since + 1
+
+        def synchronize() -> tuple[Any, LocalStepsState]:
+            moved = optax.apply_updates(params, made)
+            differences = jax.tree.map(lambda a, p: a - p, state.anchors, moved)
+            # float32, because ranks compare the floating-point scalars of these.
+            counts = {"sync_every": jnp.float32(every), "local steps": jnp.float32(step)}
+            # The inner state is that of this rank alone.
+            means, due = average(differences, None, 1, (state.outer, counts))
+            change, outside = outer.update(means, state.outer, state.anchors)
+            average.compare(due, state.anchors, state.outer, change)
+            anchors = optax.apply_updates(state.anchors, change)
+            # Optax adds updates to the parameters before this step.
+            whole = jax.tree.map(lambda a, p, m: (a - p).astype(m.dtype), anchors, params, made)
+            return whole, LocalStepsState(step, jnp.int32(0), anchors, outside, changed)
+
+        def not_yet() -> tuple[Any, LocalStepsState]:
+            return made, LocalStepsState(step, since, state.anchors, state.outer, changed)
+
+        # Inside a program both branches are traced, and only one of them runs.
+        if isinstance(since, jax.core.Tracer):
+            result = jax.lax.cond(since >= every, synchronize, not_yet)
+            return result  # type: ignore[no-any-return]
+        return synchronize() if int(since) >= int(every) else not_yet()
 
     return AveragingTransformation(init, update)
 

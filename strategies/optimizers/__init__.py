@@ -19,7 +19,7 @@ from strategies.optimizers.adaptive import Adagrad, Adam, AdamW, RMSProp
 from strategies.optimizers.base import LearningRate, Optimizer
 from strategies.optimizers.clipping import clip_by_global_norm, clip_by_norm, clip_by_value
 from strategies.optimizers.optax_adapter import Optax
-from strategies.optimizers.sgd import LARS, SGD, Momentum
+from strategies.optimizers.sgd import LARS, SGD, Momentum, Nesterov
 
 __all__ = [
     "LARS",
@@ -29,6 +29,7 @@ __all__ = [
     "AdamW",
     "LearningRate",
     "Momentum",
+    "Nesterov",
     "Optax",
     "Optimizer",
     "RMSProp",

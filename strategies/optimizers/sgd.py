@@ -10,7 +10,7 @@ from strategies.optimizers.base import LearningRate, Optimizer
 from strategies.optimizers.gradient_pairs import Pair
 from strategies.optimizers.norms import norm, squares
 
-__all__ = ["LARS", "SGD", "Momentum"]
+__all__ = ["LARS", "SGD", "Momentum", "Nesterov"]
 
 
 class SGD(Optimizer):
@@ -61,6 +61,18 @@ class Momentum(Optimizer):
 
     def _numbers(self, rate: float, pair: Pair, updates: int) -> Sequence[float]:
         return (rate, self._momentum)
+
+
+class Nesterov(Momentum):
+    """`Momentum` with `nesterov=True`, the usual outer optimizer of local steps.
+
+    Args:
+        learning_rate: a number >= 0, or a function from step to rate.
+        momentum: a number in [0, 1).
+    """
+
+    def __init__(self, learning_rate: LearningRate, momentum: float = 0.9) -> None:
+        super().__init__(learning_rate, momentum, nesterov=True)
 
 
 class LARS(Optimizer):

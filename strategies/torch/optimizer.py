@@ -34,11 +34,12 @@ from strategies.core import agreement
 from strategies.core.sparse import Rows
 from strategies.replicas.context import require_one_replica
 from strategies.torch.backward_hooks import GradientHooks
+from strategies.torch.local_steps import LocalTorchOptimizer
 from strategies.torch.method_guard import MethodGuard
 from strategies.torch.optimizer_proxy import OptimizerProxy
 from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of, settings_of
 
-__all__ = ["TorchOptimizer"]
+__all__ = ["TorchOptimizer", "wrap"]
 
 
 class _GradState(enum.Enum):
@@ -372,6 +373,14 @@ class TorchOptimizer(OptimizerProxy):
     def _name(self, parameter: torch.Tensor) -> str:
         name: str = self._names.setdefault(parameter, f"parameter {len(self._names)}")
         return name
+
+
+def wrap(
+    optimizer: torch.optim.Optimizer, names: Names, comm: cc.Communicator, rule: AveragingOptions
+) -> OptimizerProxy:
+    """Return the wrapper that the options require; see `strategies.DistributedOptimizer`."""
+    kind = TorchOptimizer if rule.sync_every is None else LocalTorchOptimizer
+    return kind(optimizer, names, comm, rule)
 
 
 def _rows(gradient: torch.Tensor | None) -> Any:

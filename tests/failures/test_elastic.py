@@ -186,6 +186,38 @@ def test_trees_of_jax_go_on_with_the_same_bits(tmp_path):
     assert {event["commit"] for event in of_kind(told, "recovered")} == {7}
 
 
+# A step of place p moves by p * p + 1, so that parameters differ in the middle of a round.
+LOCAL = """
+    ranks = int(sys.argv[1])
+    optimizer = strategies.DistributedOptimizer(
+        strategies.SGD(1.0), comm=comm, sync_every=4, compression=cc.FP16.with_feedback())
+    state = elastic.State(
+        comm, w=PerRank(weights), optimizer=PerRank(optimizer), step=0)
+
+    def train(state):
+        optimizer.rebind(state.comm)
+        place = comm.rank if comm.size == ranks else state.comm.rank
+        for step in range(state["step"], 12):
+            elastic.inject(step)
+            optimizer.apply_gradients([(np.full(1000, -1.0 - place**2), weights)])
+            state.commit(step=step + 1, verify=True)
+
+    elastic.run_elastic(train, state, max_ranks=ranks)
+    print("weights", weights[0].round(2), np.ptp(weights), state.comm.size, flush=True)
+"""
+
+
+@pytest.mark.parametrize(
+    ("size", "told_by", "words"), [(3, 2, "weights 34.67 0.0 2"), (4, 3, "weights 32.0 0.0 3")],
+    ids=["survivors", "a spare rank"],
+)  # fmt: skip
+def test_a_round_of_local_steps_goes_on_in_its_middle(tmp_path, size, told_by, words):
+    head = "    from strategies.checkpoint import PerRank"
+    result, told = start(tmp_path, head + LOCAL, "step=6,rank=1,kind=kill", "3", size=size)
+    assert result.stdout.count(words) == told_by, result
+    assert {event["commit"] for event in of_kind(told, "recovered")} == {6}
+
+
 def test_those_that_live_go_on_from_the_last_commit(tmp_path):
     result, told = start(tmp_path, TRAIN, "step=7,rank=0,kind=kill", "2")
     assert result.stdout.count("done 12 2") == 2, result
