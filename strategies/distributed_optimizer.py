@@ -8,10 +8,12 @@ from typing import TYPE_CHECKING, Any, Protocol, TypedDict, overload
 
 import collectives as cc
 from collectives import extend
+from strategies.averaging import sharded_optimizer
 from strategies.averaging.consistency import Compare
 from strategies.averaging.local_optimizer import LocalOptimizer
 from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer
 from strategies.averaging.options import AveragingOptions, Early, SyncEvery
+from strategies.averaging.sharded_optimizer import ShardedOptimizer
 from strategies.core import agreement
 from strategies.remote_optimizers import dispatch
 
@@ -61,6 +63,7 @@ class OptimizerOptions(TypedDict, total=False):
     compare_every: int | None
     sync_every: SyncEvery | None
     outer: Any
+    shard_state: bool
     strategy: Any
 
 
@@ -95,6 +98,7 @@ def DistributedOptimizer(
     compare_every: int | None = None,
     sync_every: SyncEvery | None = None,
     outer: Any = None,
+    shard_state: bool = False,
     strategy: Any = None,
 ) -> Any:
     """Return an optimizer that combines the gradients of all ranks before each update.
@@ -148,6 +152,8 @@ def DistributedOptimizer(
             ranks of their change, in place of the average, such as
             `strategies.optimizers.Nesterov(0.7)` (DiLoCo). For an optimizer of Optax one of Optax,
             otherwise one of `strategies.optimizers`.
+        shard_state: each rank updates a part of every parameter and holds the optimizer's state of
+            that part alone (ZeRO, stage 1), for elementwise optimizers of arrays and PyTorch.
         strategy: strategy whose ranks combine gradients, in place of `comm`; for
             `OneDeviceStrategy` this rank alone. Several devices per process require an optimizer
             for arrays, called in `strategy.run`. A `ParameterServerStrategy` or
@@ -187,6 +193,7 @@ def DistributedOptimizer(
         compare_every=compare_every,
         sync_every=sync_every,
         outer=outer,
+        shard_state=shard_state,
     )
     if strategy is not None:
         # A strategy that runs the steps itself has no place for options of averaging.
@@ -207,6 +214,8 @@ def DistributedOptimizer(
         dispatch.check_unwrapped(optimizer)
         make, facts = _recognise(optimizer, named_parameters)
         _check_outer(rule.outer, facts[0])
+        if rule.shard_state:
+            _check_elementwise(optimizer)
         if strategy is not None:
             # `facts[0]` is the kind, which decides what a strategy can do with it.
             dispatch.check_averaging(strategy, arrays=facts[0] == _ARRAYS)
@@ -237,12 +246,11 @@ def _recognise(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]
     # By `sys.modules`: an optimizer of PyTorch exists only if PyTorch is imported.
     torch: Any = sys.modules.get("torch")
     if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
-        from strategies.torch import optimizer as of_torch
         from strategies.torch import parameters
 
         names = parameters.names_of(optimizer, named_parameters)
         facts = parameters.described(optimizer, names)
-        return lambda comm, rule: of_torch.wrap(optimizer, names, comm, rule), facts
+        return lambda comm, rule: _wrap_torch(optimizer, names, comm, rule), facts
     # Arrays have names of their own, or none.
     if named_parameters is not None:
         raise ValueError(
@@ -265,8 +273,34 @@ def _recognise(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]
 
 
 def _wrap_arrays(optimizer: Any, comm: cc.Communicator, rule: AveragingOptions) -> Any:
-    kind = AveragingOptimizer if rule.sync_every is None else LocalOptimizer
+    if rule.sync_every is not None:
+        return LocalOptimizer(optimizer, comm, rule)
+    kind = ShardedOptimizer if rule.shard_state else AveragingOptimizer
     return kind(optimizer, comm, rule)
+
+
+def _wrap_torch(optimizer: Any, names: Any, comm: cc.Communicator, rule: AveragingOptions) -> Any:
+    if rule.sync_every is not None:
+        from strategies.torch.local_steps import LocalTorchOptimizer
+
+        return LocalTorchOptimizer(optimizer, names, comm, rule)
+    if rule.shard_state:
+        from strategies.torch.sharded_optimizer import ShardedTorchOptimizer
+
+        return ShardedTorchOptimizer(optimizer, names, comm, rule)
+    from strategies.torch.optimizer import TorchOptimizer
+
+    return TorchOptimizer(optimizer, names, comm, rule)
+
+
+def _check_elementwise(optimizer: Any) -> None:
+    torch: Any = sys.modules.get("torch")
+    if torch is not None and isinstance(optimizer, torch.optim.Optimizer):
+        from strategies.torch import sharded_optimizer as of_torch
+
+        of_torch.check_elementwise(optimizer)
+    else:
+        sharded_optimizer.check_elementwise(optimizer)
 
 
 def _check_outer(outer: Any, kind: str) -> None:

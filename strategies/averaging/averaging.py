@@ -27,6 +27,7 @@ from strategies.averaging.options import OPERATION, AveragingOptions
 from strategies.averaging.overlap import Overlap
 from strategies.averaging.parameter_spec import ParameterKey, ParameterSpec
 from strategies.averaging.settings import BITS, SettingsChecksum
+from strategies.averaging.sharded_buckets import ShardedBuckets
 from strategies.averaging.step_header import StepExchange, StepHeader
 from strategies.core import array_ops
 from strategies.core.agreement import raise_everywhere
@@ -92,7 +93,11 @@ class Averaging:
         self._keys: list[ParameterKey] = []
         # For no leaves: the first step marks `changed` and makes an exchange of its size.
         self._exchange = StepExchange(comm)
-        self._bucketed = GradientBuckets(comm, self._op, rule.compression)
+        self._bucketed: GradientBuckets | ShardedBuckets = (
+            ShardedBuckets(comm, self._op)
+            if rule.shard_state
+            else GradientBuckets(comm, self._op, rule.compression)
+        )
         self._steps = 0
         self._guessed = False  # whether the buckets are for a guess of the leaves with gradients
         self._joined = 0  # number of ranks that had joined in the last step
@@ -151,7 +156,8 @@ class Averaging:
 
         Returns:
             For each leaf an array of its kind, in memory that the next step overwrites, `Rows`, or
-            None if no rank has a gradient. The same bits on all ranks.
+            None if no rank has a gradient. The same bits on all ranks. With `shard_state` this
+            rank's part of each, as a NumPy array.
 
         Raises:
             MismatchError: ranks differ in their parameters, in other facts that the rule compares,
@@ -265,6 +271,11 @@ class Averaging:
         for i, result in zip(bucketed.members, reduced, strict=False):
             if i in wanted:
                 results[i] = self._finish(result)
+        if status.sparse and self.rule.shard_state:
+            raise ValueError(
+                f"{OPERATION}: shard_state is for dense gradients, got a sparse one "
+                f"(variable: {self._leaves[status.sparse[0]].name})"
+            )
         for i in status.sparse:
             results[i] = self._average_rows(self._leaves[i], gradients[i], scale)
         return results
@@ -288,28 +299,45 @@ class Averaging:
         the caller can detect them.
 
         Args:
-            gradients: arrays, the same on all ranks, or None; for sparse gradients the values.
+            gradients: arrays, the same on all ranks, or None; for sparse gradients the values. With
+                `shard_state` this rank's parts.
         """
         limit = self.rule.clip_global_norm
         if limit is None:
             return
         # Each rank computes the norm of its share. All combine the same shares, so the bits agree.
         rank, size = self.comm.rank, self.comm.size
-        flat = [array_ops.in_memory_order(g) for g in gradients if g is not None]
-        # The shares cover the array without gaps, even if P exceeds the number of elements.
-        shares = [g[len(g) * rank // size : len(g) * (rank + 1) // size] for g in flat]
+        given = [g for g in gradients if g is not None]
+        if self.rule.shard_state:
+            # Numbers without axes are on all ranks.
+            shares = [g for g in given if len(g.shape) or rank == 0]
+        else:
+            flat = [array_ops.in_memory_order(g) for g in given]
+            # The shares cover the array without gaps, even if P exceeds the number of elements.
+            shares = [g[len(g) * rank // size : len(g) * (rank + 1) // size] for g in flat]
         _, norm = clip_by_global_norm(shares, limit, self.comm)
         if limit < norm < math.inf:
             for gradient in gradients:
                 if gradient is not None:
                     gradient *= limit / norm
 
+    def gather(self, parameters: Sequence[Any], parts: Sequence[Any]) -> None:
+        """Give all ranks the parts that each has updated, with `shard_state`; *collective*.
+
+        Args:
+            parameters: array of each leaf, changed in place.
+            parts: this rank's part of each leaf.
+        """
+        assert isinstance(self._bucketed, ShardedBuckets)
+        self._bucketed.gather(parameters, parts)
+
     def feedback(self) -> Sequence[dict[str, Any]]:
         """Return this rank's rounding errors for a checkpoint; [] without feedback."""
-        return self._bucketed.feedback()
+        return self._bucketed.feedback() if isinstance(self._bucketed, GradientBuckets) else []
 
     def load_feedback(self, kept: Sequence[dict[str, Any]]) -> None:
         """Replace the rounding errors by a result of `feedback`."""
+        assert isinstance(self._bucketed, GradientBuckets)
         self._bucketed.load_feedback(kept)
 
     def close(self) -> None:
@@ -354,6 +382,11 @@ class Averaging:
         consistency.compare(self.comm, OPERATION, facts)
         # Buckets are laid out for the old leaves.
         if keys != [leaf.key for leaf in self._leaves]:
+            if self._leaves and self.rule.shard_state:
+                raise ValueError(
+                    f"{OPERATION}: with shard_state the parts of parameters stay on their ranks, "
+                    f"expected the parameters of the first step, got {len(leaves)} others"
+                )
             self.close()
         # A shared array and a plan per size; all ranks drop the old ones together.
         self._exchange = StepExchange(self.comm, len(leaves))
@@ -425,6 +458,8 @@ def _overlaps(comm: cc.Communicator, rule: AveragingOptions) -> bool:
     On one node the exchange takes less time than a second thread takes from the backward pass:
     `benchmarks/torch_step.py`, 102 MB, 2 ranks on 2 cores: 124 ms a step without, 155 with overlap.
     """
+    if rule.shard_state:
+        return False
     if rule.overlap != "auto":
         return rule.overlap
     if comm.num_nodes == 1:

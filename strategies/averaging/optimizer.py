@@ -136,7 +136,7 @@ class AveragingOptimizer:
         averaged = self._averaging.average(leaves, whole)
         # Clipping is collective and follows the average, as if one process had all examples.
         self._averaging.clip([g.values if isinstance(g, Rows) else g for g in averaged])
-        self.optimizer.apply_gradients(zip(averaged, variables, strict=True))
+        self._update(averaged, variables)
 
     def join(self) -> None:
         """Take part in the steps of the other ranks without data, until all ranks call this.
@@ -173,6 +173,9 @@ class AveragingOptimizer:
     def close(self) -> None:
         """Release the buckets; *collective*. They are recreated when needed."""
         self._averaging.close()
+
+    def _update(self, averaged: Sequence[Any], variables: Sequence[Any]) -> None:
+        self.optimizer.apply_gradients(zip(averaged, variables, strict=True))
 
     def _begin(self, comm: cc.Communicator) -> Averaging:
         return Averaging(comm, self._rule, self._settings, self._state)

@@ -35,6 +35,13 @@ _EXCLUDED = {
         "clip_global_norm": "each rank steps by its own gradients and clips them itself",
         "sparse_as_dense": "parameters are averaged, not gradients",
         "overlap": "only every k-th step communicates",
+        "shard_state": "each rank needs the state of its own steps",
+    },
+    "shard_state": {
+        "compression": "a reduce-scatter sends all bits",
+        "sparse_as_dense": "its gradients are dense",
+        "bucket_bytes": "all gradients of a dtype are one bucket",
+        "overlap": "gradients are reduced in the step",
     },
 }
 
@@ -57,6 +64,7 @@ class AveragingOptions:
     compare_every: int | None = None
     sync_every: SyncEvery | None = None
     outer: Any = None
+    shard_state: bool = False
 
     def check(self) -> None:
         """Raise `TypeError` or `ValueError` for invalid options."""

@@ -121,6 +121,9 @@ class PartialReads:
         for number, parameter in enumerate(parameters):
             if _is_distributed(parameter):
                 self._states[f"{name}/state/{number}"] = parameter
+        # Of `DistributedOptimizer(shard_state=True)`, whose parameters are whole.
+        for number, part in enumerate(getattr(thing, "shards", ())):
+            self._states[f"{name}/state/{number}"] = part
 
 
 def _is_distributed(thing: Any) -> bool:

@@ -89,8 +89,9 @@ def wrap(
     """Return a transformation that averages over the ranks; see `strategies.DistributedOptimizer`.
 
     *Collective*, as is every `update` of the result. The state is that of the wrapped
-    transformation, or a `MultiStepsState` or `LocalStepsState` around it. `update` takes `examples=`, the number of rows
-    of which this rank's gradients are the mean, and passes other keywords on.
+    transformation, or a `MultiStepsState` or `LocalStepsState` around it. `update` takes
+    `examples=`, the number of rows of which this rank's gradients are the mean, except with
+    `sync_every`, and passes other keywords on.
     """
     inner = optax.with_extra_args_support(transformation)
     # A private communicator, because JAX's thread may send while the program's thread does.
@@ -204,7 +205,7 @@ def _with_local_steps(
                 "update(gradients, state, params), got no params"
             )
         made, changed = inner.update(updates, state.inner, params, **extra)
-        every = rule.sync_every
+        every: Any = rule.sync_every
         every = every(state.step) if callable(every) else every
         step, since = state.step + 1, state.since + 1
 
@@ -227,9 +228,9 @@ def _with_local_steps(
 
         # Inside a program both branches are traced, and only one of them runs.
         if isinstance(since, jax.core.Tracer):
-            result = jax.lax.cond(since >= every, synchronize, not_yet)
-            return result  # type: ignore[no-any-return]
-        return synchronize() if int(since) >= int(every) else not_yet()
+            made, changed = jax.lax.cond(since >= every, synchronize, not_yet)
+            return made, changed
+        return synchronize() if since >= every else not_yet()
 
     return AveragingTransformation(init, update)
 

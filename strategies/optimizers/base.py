@@ -41,8 +41,10 @@ class Optimizer(abc.ABC):
 
     Attributes:
         step: number of calls of `apply_gradients` so far.
+        elementwise: whether the result for an element depends on its own numbers alone.
     """
 
+    elementwise = True
     _given: tuple[tuple[Any, ...], dict[str, Any]] = (), {}
 
     # In `__new__`, which gets the user's arguments, whatever a subclass passes to `__init__`.

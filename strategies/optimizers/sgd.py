@@ -99,6 +99,8 @@ class LARS(Optimizer):
     arXiv:1708.03888, algorithm 1.
     """
 
+    elementwise = False  # by the norms of the variable and its gradient
+
     def __init__(
         self,
         learning_rate: LearningRate,

@@ -34,15 +34,14 @@ from strategies.core import agreement
 from strategies.core.sparse import Rows
 from strategies.replicas.context import require_one_replica
 from strategies.torch.backward_hooks import GradientHooks
-from strategies.torch.local_steps import LocalTorchOptimizer
 from strategies.torch.method_guard import MethodGuard
 from strategies.torch.optimizer_proxy import OptimizerProxy
 from strategies.torch.parameters import Names, facts_of_optimizer, parameters_of, settings_of
 
-__all__ = ["TorchOptimizer", "wrap"]
+__all__ = ["GradState", "TorchOptimizer"]
 
 
-class _GradState(enum.Enum):
+class GradState(enum.Enum):
     """Contents of `.grad`."""
 
     OWN = "the gradients of this rank since the last update"
@@ -100,7 +99,7 @@ class TorchOptimizer(OptimizerProxy):
         self._known: list[tuple[int, torch.dtype]] = []
         self._kept: list[torch.Tensor] = []
         self._leaves: list[ParameterSpec] = []
-        self._held = _GradState.OWN
+        self._held = GradState.OWN
         parameters = parameters_of(optimizer)
         self._backward.watch(parameters)
         # Before the first backward pass, so that the first step also overlaps.
@@ -111,7 +110,7 @@ class TorchOptimizer(OptimizerProxy):
     def __getattr__(self, name: str) -> Any:
         if name == "param_groups":
             # A scaler that reads `param_groups` looks for infinities in the averages, as it should.
-            self._held = _GradState.AVERAGED if self._held is _GradState.ASKED else self._held
+            self._held = GradState.AVERAGED if self._held is GradState.ASKED else self._held
         found = super().__getattr__(name)
         # Only methods can change parameters.
         return self._method_guard.guard(name, found) if inspect.ismethod(found) else found
@@ -144,7 +143,7 @@ class TorchOptimizer(OptimizerProxy):
         require_one_replica("step")
         if closure is not None:
             return self._step_with(closure, examples)
-        if self._held is _GradState.ASKED:
+        if self._held is GradState.ASKED:
             # Otherwise each later step would raise the same error.
             self._forget()
             raise ValueError(
@@ -154,7 +153,7 @@ class TorchOptimizer(OptimizerProxy):
         if self._gather(examples):
             self._clip()
             self.optimizer.step()
-        self._held = _GradState.OWN
+        self._held = GradState.OWN
         return None
 
     def join(self) -> None:
@@ -199,7 +198,7 @@ class TorchOptimizer(OptimizerProxy):
         """
 
         def prepare() -> tuple[AveragingOptions, list[str]]:
-            if self._backward.passes or self._held is not _GradState.OWN:
+            if self._backward.passes or self._held is not GradState.OWN:
                 raise ValueError("set_backward_passes_per_step: expected this right after a step")
             rule = dataclasses.replace(self._rule, backward_passes_per_step=passes)
             rule.check()
@@ -254,17 +253,17 @@ class TorchOptimizer(OptimizerProxy):
                     f"step: with backward_passes_per_step={k} call scaler.step once after {k} "
                     "backward passes"
                 )
-            self._held = _GradState.ASKED
+            self._held = GradState.ASKED
         return False
 
     @property
     def _averaged(self) -> bool:
-        return self._held in (_GradState.AVERAGED, _GradState.ASKED)
+        return self._held in (GradState.AVERAGED, GradState.ASKED)
 
     def _gather(self, examples: float | None, error: Exception | None = None) -> bool:
         """Average the gradients after enough passes; return whether they are averages."""
         fresh = self._backward.passes
-        if not fresh and self._held is not _GradState.OWN:
+        if not fresh and self._held is not GradState.OWN:
             if examples is not None and self._averaged:
                 raise ValueError(
                     "step: the gradients are averaged already, expected examples= as an argument "
@@ -283,12 +282,12 @@ class TorchOptimizer(OptimizerProxy):
             complete=self._rule.allow_partial_steps,
         )  # fmt: skip
         if whole is None:
-            self._held = _GradState.ADDED
+            self._held = GradState.ADDED
             for parameter in parameters:
                 # The gradients are in the sums now, so the next pass starts at zero.
                 parameter.grad = None
         else:
-            self._held = _GradState.AVERAGED
+            self._held = GradState.AVERAGED
             whole = whole._replace(made_dense=frozenset(self._made_dense))
             self._made_dense.clear()
             self._average(parameters, whole, unchanged)
@@ -352,7 +351,7 @@ class TorchOptimizer(OptimizerProxy):
             except Exception as caught:
                 error = caught
             # LBFGS calls the closure several times in a step, and each call averages again.
-            self._held = _GradState.OWN
+            self._held = GradState.OWN
             self._gather(examples, error)
             self._clip()
             if loss is None:
@@ -364,23 +363,15 @@ class TorchOptimizer(OptimizerProxy):
         try:
             return self.optimizer.step(averaged)
         finally:
-            self._held = _GradState.OWN
+            self._held = GradState.OWN
 
     def _forget(self) -> None:
         self._backward.claimed()
-        self._held = _GradState.OWN
+        self._held = GradState.OWN
 
     def _name(self, parameter: torch.Tensor) -> str:
         name: str = self._names.setdefault(parameter, f"parameter {len(self._names)}")
         return name
-
-
-def wrap(
-    optimizer: torch.optim.Optimizer, names: Names, comm: cc.Communicator, rule: AveragingOptions
-) -> OptimizerProxy:
-    """Return the wrapper that the options require; see `strategies.DistributedOptimizer`."""
-    kind = TorchOptimizer if rule.sync_every is None else LocalTorchOptimizer
-    return kind(optimizer, names, comm, rule)
 
 
 def _rows(gradient: torch.Tensor | None) -> Any:

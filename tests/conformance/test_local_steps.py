@@ -38,9 +38,7 @@ class Arrays:
     outer = {None: lambda: None, "nesterov": lambda: Nesterov(0.7)}
 
     def __init__(self, comm, inner, outer, **options):
-        self.variables = [
-            strategies.Variable(x, name=f"v{i}") for i, x in enumerate(starts())
-        ]
+        self.variables = [strategies.Variable(x, name=f"v{i}") for i, x in enumerate(starts())]
         self.optimizer = self.inner[inner]()
         if comm is not None:
             self.optimizer = strategies.DistributedOptimizer(
@@ -375,5 +373,6 @@ def test_a_loaded_state_belongs_to_its_parameters(comm):
         with pytest.raises(ValueError, match="loaded state belongs to other parameters"):
             optimizer.apply_gradients([(other, strategies.Variable(other, name="v1"))])
     with pytest.raises(ValueError, match="bad state of local steps, got no .'anchors'"):
-        own.optimizer.load_state_dict({"step": 0, "local_steps": {"step": 1, "since": 0,
-                                                                 "feedback": []}})
+        own.optimizer.load_state_dict(
+            {"step": 0, "local_steps": {"step": 1, "since": 0, "feedback": []}}
+        )
