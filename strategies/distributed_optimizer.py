@@ -64,6 +64,7 @@ class OptimizerOptions(TypedDict, total=False):
     sync_every: SyncEvery | None
     outer: Any
     shard_state: bool
+    delay: int
     strategy: Any
 
 
@@ -99,6 +100,7 @@ def DistributedOptimizer(
     sync_every: SyncEvery | None = None,
     outer: Any = None,
     shard_state: bool = False,
+    delay: int = 0,
     strategy: Any = None,
 ) -> Any:
     """Return an optimizer that combines the gradients of all ranks before each update.
@@ -154,6 +156,9 @@ def DistributedOptimizer(
             otherwise one of `strategies.optimizers`.
         shard_state: each rank updates a part of every parameter and holds the optimizer's state of
             that part alone (ZeRO, stage 1), for elementwise optimizers of arrays and PyTorch.
+        delay: 1: each step applies the average of the last one, while its own gradients travel
+            until the next, for arrays and PyTorch. The first step changes nothing, and the
+            gradients of the last step are not applied.
         strategy: strategy whose ranks combine gradients, in place of `comm`; for
             `OneDeviceStrategy` this rank alone. Several devices per process require an optimizer
             for arrays, called in `strategy.run`. A `ParameterServerStrategy` or
@@ -194,6 +199,7 @@ def DistributedOptimizer(
         sync_every=sync_every,
         outer=outer,
         shard_state=shard_state,
+        delay=delay,
     )
     if strategy is not None:
         # A strategy that runs the steps itself has no place for options of averaging.
@@ -216,6 +222,11 @@ def DistributedOptimizer(
         _check_outer(rule.outer, facts[0])
         if rule.shard_state:
             _check_elementwise(optimizer)
+        if rule.delay and facts[0] == _JAX:
+            raise ValueError(
+                "DistributedOptimizer: a compiled step waits for its averages, delay is for arrays "
+                f"and PyTorch, got {type(optimizer).__name__}"
+            )
         if strategy is not None:
             # `facts[0]` is the kind, which decides what a strategy can do with it.
             dispatch.check_averaging(strategy, arrays=facts[0] == _ARRAYS)

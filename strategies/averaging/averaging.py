@@ -104,11 +104,19 @@ class Averaging:
         self._misses = 0  # consecutive steps whose early reductions were discarded
         self.made_dense: Sequence[int] = ()
         self.overlap: Overlap | None = None
+        # With a delay: the gradients to start with, names of the leaves in flight, and the means to
+        # apply next by name.
+        self._next: tuple[Sequence[Any], set[int], float] | None = None
+        self._flying: dict[int, str] = {}
+        self._last: Mapping[str, Any] | None = None
 
     @property
     def places(self) -> dict[int, Any]:
-        """Leaf -> its tensor in a bucket, for buckets in host memory; see `GradientBuckets`."""
-        return self._bucketed.places
+        """Leaf -> its tensor in a bucket, for buckets in host memory; see `GradientBuckets`.
+
+        {} with a delay, because the last gradients are in flight while the next are computed.
+        """
+        return {} if self.rule.delay else self._bucketed.places
 
     def prepare(self, leaves: Sequence[ParameterSpec], trained: Collection[int]) -> None:
         """Allow the gradients of the first step to be reduced before it.
@@ -157,7 +165,8 @@ class Averaging:
         Returns:
             For each leaf an array of its kind, in memory that the next step overwrites, `Rows`, or
             None if no rank has a gradient. The same bits on all ranks. With `shard_state` this
-            rank's part of each, as a NumPy array.
+            rank's part of each, as a NumPy array. With a delay the results of the last step; [] in
+            the first step; `start` must follow.
 
         Raises:
             MismatchError: ranks differ in their parameters, in other facts that the rule compares,
@@ -168,9 +177,50 @@ class Averaging:
         try:
             return self._average(leaves, contribution, unchanged)
         except Exception:
-            # The average is not used, so its rounding errors must not enter the next step.
-            self._bucketed.restore_feedback()
+            # The average is not used, so its rounding errors must not enter the next step. With a
+            # delay that of the last step is used.
+            if not self.rule.delay:
+                self._bucketed.restore_feedback()
             raise
+
+    def start(self) -> None:
+        """Start to reduce the gradients of the last `average`, with a delay.
+
+        *Collective*. Call it after the update, because it overwrites the last means.
+        """
+        if self._next is None:
+            return
+        (gradients, wanted, scale), self._next = self._next, None
+        assert isinstance(self._bucketed, GradientBuckets)
+        self._allocate(wanted)
+        members = self._bucketed.members
+        self._last, self._flying = {}, {i: self._leaves[i].name for i in wanted}
+        self._bucketed.start([gradients[i] if i in wanted else None for i in members], scale)
+
+    def last_means(self) -> Mapping[str, Any] | None:
+        """Wait for the means of the last step, with a delay; *collective* after the first step.
+
+        Returns:
+            Name of a leaf -> mean, in memory that `start` overwrites; None before the first step.
+        """
+        if isinstance(self._bucketed, GradientBuckets):
+            results = dict(zip(self._bucketed.members, self._bucketed.wait(), strict=False))
+            flying, self._flying = self._flying, {}
+            if flying:
+                self._last = {name: self._finish(results[i]) for i, name in flying.items()}
+        return self._last
+
+    def hand_over(self, other: Averaging) -> None:
+        """Pass means that were loaded or waited for on to the averaging over other ranks.
+
+        Those in flight are lost with the ranks that died.
+        """
+        if not self._flying:
+            other.load_last_means(self._last)
+
+    def load_last_means(self, means: Mapping[str, Any] | None) -> None:
+        """Replace the means to apply next; those in flight are discarded."""
+        self._last, self._next, self._flying = means, None, {}
 
     def join(self, leaves: Sequence[ParameterSpec] | None = None) -> None:
         """Take part in the steps of the other ranks without data, until all ranks call this.
@@ -239,6 +289,8 @@ class Averaging:
             self.overlaps = False
         self._compare(leaves, new)
         scale = self._scale(status, contribution)
+        if self.rule.delay:
+            return self._delay(contribution.gradients, status, scale)
         results = self._combine(contribution.gradients, status, scale, reduced)
         self.made_dense = status.made_dense
         if self._guessed:
@@ -271,14 +323,25 @@ class Averaging:
         for i, result in zip(bucketed.members, reduced, strict=False):
             if i in wanted:
                 results[i] = self._finish(result)
-        if status.sparse and self.rule.shard_state:
-            raise ValueError(
-                f"{OPERATION}: shard_state is for dense gradients, got a sparse one "
-                f"(variable: {self._leaves[status.sparse[0]].name})"
-            )
+        if self.rule.shard_state:
+            self._refuse_sparse(status, "shard_state")
         for i in status.sparse:
             results[i] = self._average_rows(self._leaves[i], gradients[i], scale)
         return results
+
+    def _delay(self, gradients: Sequence[Any], status: StepHeader, scale: float) -> list[Any]:
+        """Return the means of the last step, and keep the gradients for `start`."""
+        self._refuse_sparse(status, "delay")
+        last = self.last_means()
+        self._next = gradients, status.dense, scale
+        return [] if last is None else [last.get(leaf.name) for leaf in self._leaves]
+
+    def _refuse_sparse(self, status: StepHeader, option: str) -> None:
+        if status.sparse:
+            raise ValueError(
+                f"{OPERATION}: {option} is for dense gradients, got a sparse one "
+                f"(variable: {self._leaves[status.sparse[0]].name})"
+            )
 
     def _reconcile(self, wanted: set[int]) -> None:
         """Keep buckets only for the leaves of the first step."""
@@ -346,6 +409,7 @@ class Averaging:
         overlap, self.overlap = self.overlap, None
         if overlap is not None:
             overlap.finish()
+        self.last_means()
         self._bucketed.close()
 
     def _exchange_header(
@@ -458,7 +522,7 @@ def _overlaps(comm: cc.Communicator, rule: AveragingOptions) -> bool:
     On one node the exchange takes less time than a second thread takes from the backward pass:
     `benchmarks/torch_step.py`, 102 MB, 2 ranks on 2 cores: 124 ms a step without, 155 with overlap.
     """
-    if rule.shard_state:
+    if rule.shard_state or rule.delay:
         return False
     if rule.overlap != "auto":
         return rule.overlap

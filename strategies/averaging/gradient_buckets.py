@@ -82,6 +82,24 @@ class GradientBuckets:
         # With `hosts` None, `copy_into` has applied the scale already.
         return self.buckets.allreduce(hosts, scale=1.0 if hosts is None else scale)
 
+    def start(self, gradients: Sequence[Any], scale: float) -> None:
+        """Start to reduce one gradient for each place, None as zeros, until `wait`."""
+        assert self.buckets is not None
+        views = self.buckets.views
+        try:
+            for place, (view, gradient) in enumerate(zip(views, gradients, strict=True)):
+                bucket_copy.copy_into(view, gradient, scale)
+                self.buckets.ready(place)
+        except Exception as error:  # `fail` releases the other ranks, which would wait
+            if self.buckets.pending:  # not raised by `ready`, which has failed the step
+                self.buckets.fail(error)
+            raise
+
+    def wait(self) -> list[Any]:
+        """Return the results of `start`, one for each place; [] if nothing was started."""
+        pending = self.buckets is not None and self.buckets.pending
+        return self.buckets.wait() if self.buckets is not None and pending else []
+
     def restore_feedback(self) -> None:
         """Restore the rounding errors of gradients whose average is not used."""
         if self.buckets is not None:

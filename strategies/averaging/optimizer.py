@@ -15,13 +15,25 @@ from strategies.averaging.averaging import Averaging
 from strategies.averaging.consistency import Fingerprint, fingerprints_of_optimizer, settings_of
 from strategies.averaging.options import AveragingOptions
 from strategies.averaging.parameter_spec import ParameterSpec
-from strategies.core import gradient_sums
+from strategies.core import array_ops, gradient_sums
 from strategies.core.array_ops import is_array
 from strategies.core.sparse import Rows, checked_rows
 from strategies.optimizers.gradient_pairs import is_variable, refuse_jax, split
 from strategies.replicas import context
 
-__all__ = ["ArrayOptimizer", "AveragingOptimizer", "identity", "leaf_of", "like_variables"]
+__all__ = [
+    "DELAYED",
+    "ArrayOptimizer",
+    "AveragingOptimizer",
+    "delayed_state",
+    "identity",
+    "leaf_of",
+    "like_variables",
+    "refuse_delayed_join",
+]
+
+DELAYED = "delayed"
+"""Key of the means of the last step in a `state_dict`."""
 
 Pair = tuple[Any, Any]
 T = TypeVar("T")
@@ -136,7 +148,10 @@ class AveragingOptimizer:
         averaged = self._averaging.average(leaves, whole)
         # Clipping is collective and follows the average, as if one process had all examples.
         self._averaging.clip([g.values if isinstance(g, Rows) else g for g in averaged])
-        self._update(averaged, variables)
+        # With a delay the first step has no averages.
+        if averaged or not self._rule.delay:
+            self._update(averaged, variables)
+        self._averaging.start()
 
     def join(self) -> None:
         """Take part in the steps of the other ranks without data, until all ranks call this.
@@ -145,18 +160,24 @@ class AveragingOptimizer:
         rank do not change; afterwards, broadcast the variables of the last rank.
 
         Raises:
-            ValueError: this rank has made no step, and another one makes one; on all ranks.
+            ValueError: this rank has made no step, and another one makes one; on all ranks. Or
+                there is a `delay`.
         """
+        refuse_delayed_join(self._rule)
         self._passes.clear()
         self._averaging.join()
 
     def state_dict(self) -> dict[str, Any]:
-        """Return the wrapped optimizer's state; equal on all ranks."""
-        return self.optimizer.state_dict()
+        """Return the wrapped optimizer's state; equal on all ranks.
+
+        With a delay also `delayed`: name -> mean of the last step; *collective*.
+        """
+        return {**self.optimizer.state_dict(), **delayed_state(self._averaging)}
 
     def load_state_dict(self, state: Mapping[str, Any]) -> None:
         """Restore the wrapped optimizer's state, which must be the same on all ranks."""
-        self.optimizer.load_state_dict(state)
+        self.optimizer.load_state_dict({n: x for n, x in state.items() if n != DELAYED})
+        self._averaging.load_last_means(state.get(DELAYED))
         # Gradients of passes before the restored state do not belong to its next step.
         self._passes.clear()
 
@@ -167,7 +188,8 @@ class AveragingOptimizer:
         """
         # `close` would be collective over ranks of which some have died.
         self.comm = comm
-        self._averaging = self._begin(comm)
+        last, self._averaging = self._averaging, self._begin(comm)
+        last.hand_over(self._averaging)
         self._passes.clear()
 
     def close(self) -> None:
@@ -179,6 +201,25 @@ class AveragingOptimizer:
 
     def _begin(self, comm: cc.Communicator) -> Averaging:
         return Averaging(comm, self._rule, self._settings, self._state)
+
+
+def delayed_state(averaging: Averaging) -> dict[str, Any]:
+    """Return copies of the means to apply next as an entry of a state; {} if there are none."""
+    last = averaging.last_means() if averaging.rule.delay else None
+    return {} if last is None else {DELAYED: {n: array_ops.copy(x) for n, x in last.items()}}
+
+
+def refuse_delayed_join(rule: AveragingOptions) -> None:
+    """Reject `join` with a delay.
+
+    Raises:
+        ValueError: there is a delay.
+    """
+    if rule.delay:
+        raise ValueError(
+            "join: with delay the last means would be applied on some ranks only, expected steps "
+            "with examples=0 on ranks without data"
+        )
 
 
 def identity(optimizer: T) -> T:

@@ -36,12 +36,18 @@ _EXCLUDED = {
         "sparse_as_dense": "parameters are averaged, not gradients",
         "overlap": "only every k-th step communicates",
         "shard_state": "each rank needs the state of its own steps",
+        "delay": "the difference of a round is not a gradient",
     },
     "shard_state": {
         "compression": "a reduce-scatter sends all bits",
         "sparse_as_dense": "its gradients are dense",
         "bucket_bytes": "all gradients of a dtype are one bucket",
         "overlap": "gradients are reduced in the step",
+        "delay": "the buckets hold parameters during the step",
+    },
+    "delay": {
+        "sparse_as_dense": "the rows with a gradient differ from step to step",
+        "overlap": "reductions overlap with the next step already",
     },
 }
 
@@ -65,6 +71,7 @@ class AveragingOptions:
     sync_every: SyncEvery | None = None
     outer: Any = None
     shard_state: bool = False
+    delay: int = 0
 
     def check(self) -> None:
         """Raise `TypeError` or `ValueError` for invalid options."""
@@ -92,6 +99,8 @@ class AveragingOptions:
             integer(OPERATION, "sync_every", self.sync_every)
         if self.outer is not None and self.sync_every is None:
             _refuse("outer updates by the mean of local steps, expected sync_every with it")
+        if self.delay not in (0, 1):
+            _refuse(f"expected 0 or 1 as delay, got {self.delay!r}")
         self._check_excluded()
 
     def _check_excluded(self) -> None:

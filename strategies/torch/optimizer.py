@@ -28,6 +28,7 @@ import collectives as cc
 from collectives.extend import known_as
 from strategies.averaging.accumulation import GradientAccumulator, LocalGradient
 from strategies.averaging.averaging import Averaging
+from strategies.averaging.optimizer import DELAYED, delayed_state, refuse_delayed_join
 from strategies.averaging.options import AveragingOptions
 from strategies.averaging.parameter_spec import ParameterSpec
 from strategies.core import agreement
@@ -153,6 +154,10 @@ class TorchOptimizer(OptimizerProxy):
         if self._gather(examples):
             self._clip()
             self.optimizer.step()
+            if self._rule.delay:
+                # The averages are in memory that the gradients of this step overwrite.
+                self.optimizer.zero_grad(set_to_none=True)
+                self._averaging.start()
         self._held = GradState.OWN
         return None
 
@@ -163,6 +168,7 @@ class TorchOptimizer(OptimizerProxy):
         rank do not change; afterwards, broadcast those of the last rank. Gradients without a step
         are discarded.
         """
+        refuse_delayed_join(self._rule)
         parameters = parameters_of(self.optimizer)
         self._backward.restore(parameters)
         self.zero_grad()
@@ -230,6 +236,18 @@ class TorchOptimizer(OptimizerProxy):
         self._backward.restore(parameters_of(self.optimizer))
         self._averaging.close()
 
+    def state_dict(self) -> dict[str, Any]:
+        """Return the wrapped optimizer's state.
+
+        With a delay also `delayed`: name -> mean of the last step; *collective*.
+        """
+        return {**super().state_dict(), **delayed_state(self._averaging)}
+
+    def load_state_dict(self, state_dict: dict[str, Any]) -> None:
+        """Restore the wrapped optimizer's state."""
+        super().load_state_dict({n: x for n, x in state_dict.items() if n != DELAYED})
+        self._averaging.load_last_means(state_dict.get(DELAYED))
+
     def rebind(self, comm: cc.Communicator) -> None:
         """Average over other ranks from now on; *collective* over them.
 
@@ -237,8 +255,10 @@ class TorchOptimizer(OptimizerProxy):
         """
         self._backward.close()
         self._backward.restore(parameters_of(self.optimizer))
+        last = self._averaging
         # All state depends on the communicator, so it is made again.
         self.__init__(self.optimizer, self._names, comm, self._rule)  # type: ignore[misc]
+        last.hand_over(self._averaging)
         self.optimizer.zero_grad(set_to_none=True)
 
     # GradScaler reads this in `scaler.step`, before it reads `param_groups` and looks for
@@ -246,6 +266,11 @@ class TorchOptimizer(OptimizerProxy):
     # that other ranks take. If it steps without reading `param_groups`, it did so in `unscale_`.
     @property
     def _step_supports_amp_scaling(self) -> bool:
+        if self._rule.delay:
+            raise ValueError(
+                "step: with delay the averages have the scale of the last step, expected bfloat16, "
+                "which needs no loss scaler"
+            )
         if not self._averaged or self._backward.passes:
             if not self._gather(None):
                 k = self._rule.backward_passes_per_step
@@ -323,7 +348,8 @@ class TorchOptimizer(OptimizerProxy):
             raise
         for i in self._averaging.made_dense:  # optimizers such as SparseAdam reject dense ones
             results[i] = results[i].to_sparse(1)
-        for parameter, result in zip(parameters, results, strict=True):
+        # With a delay the first step has no averages.
+        for parameter, result in zip(parameters, results or [None] * len(parameters), strict=True):
             parameter.grad = _sparse(result, parameter) if isinstance(result, Rows) else result
 
     def _leaves_of(self, parameters: Sequence[torch.Tensor]) -> list[ParameterSpec]:
@@ -341,7 +367,7 @@ class TorchOptimizer(OptimizerProxy):
         )
 
     def _step_with(self, closure: Callable[[], Any], examples: float | None) -> Any:
-        if self._rule.backward_passes_per_step > 1:
+        if self._rule.backward_passes_per_step > 1 or self._rule.delay:
             raise ValueError("step: a closure is one backward pass, expected no closure, got one")
 
         def averaged() -> Any:

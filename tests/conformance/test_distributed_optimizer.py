@@ -338,6 +338,26 @@ WRONG = {
     "compression": ({"compression": "fp16"}, TypeError, "NONE, FP16, BF16 or INT8 .*, got str"),
     "clip": ({"clip_global_norm": 0.0}, ValueError, "clip_global_norm > 0, got 0.0"),
     "names": ({"named_parameters": []}, ValueError, "are for optimizers of PyTorch, got SGD"),
+    "sync_every": ({"sync_every": 0}, ValueError, "sync_every, expected an integer >= 1, got 0"),
+    "outer": ({"outer": strategies.SGD(1.0)}, ValueError, "expected sync_every with it"),
+    "outer kind": (
+        {"sync_every": 2, "outer": 0.7}, TypeError, "an optimizer of strategies.optimizers as oute",
+    ),
+    "delay": ({"delay": 2}, ValueError, "expected 0 or 1 as delay, got 2"),
+    **{
+        f"{name} {other}": (
+            {name: value, other: excluded}, ValueError, f"{name} excludes {other}: .*, got",
+        )
+        for name, value, excluded_by in [
+            ("sync_every", 2, {
+                "op": cc.SUM, "backward_passes_per_step": 2, "gradient_predivide_factor": 2.0,
+                "clip_global_norm": 1.0, "shard_state": True, "delay": 1,
+            }),
+            ("shard_state", True, {"compression": cc.FP16, "bucket_bytes": 1024, "delay": 1}),
+            ("delay", 1, {"sparse_as_dense": True, "overlap": True}),
+        ]
+        for other, excluded in excluded_by.items()
+    },
 }  # fmt: skip
 
 

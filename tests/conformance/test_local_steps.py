@@ -6,13 +6,14 @@ import tempfile
 
 import numpy as np
 import pytest
+from fronts import Arrays, Compiled, Optax, Torch
 
 import collectives as cc
 import strategies
 from conftest import UNDER_MPI
 from requirements import installed
 from strategies.checkpoint import PerRank, Saver
-from strategies.optimizers import SGD, Adam, Momentum, Nesterov
+from strategies.optimizers import SGD, Momentum, Nesterov
 
 STEPS = 12
 SHAPES = [(3, 2), (5,), ()]
@@ -31,103 +32,12 @@ def gradients_of(values, rank, step):
     ]
 
 
-class Arrays:
-    """Arrays of NumPy, as any front end here: `step`, `values`, `state` and `load`."""
-
-    inner = {"sgd": lambda: SGD(0.25), "adam": lambda: Adam(0.01)}
-    outer = {None: lambda: None, "nesterov": lambda: Nesterov(0.7)}
-
-    def __init__(self, comm, inner, outer, **options):
-        self.variables = [strategies.Variable(x, name=f"v{i}") for i, x in enumerate(starts())]
-        self.optimizer = self.inner[inner]()
-        if comm is not None:
-            self.optimizer = strategies.DistributedOptimizer(
-                self.optimizer, comm=comm, outer=self.outer[outer](), **options
-            )
-
-    @property
-    def values(self):
-        return [v.value.copy() for v in self.variables]
-
-    def assign(self, values):
-        for variable, x in zip(self.variables, values, strict=True):
-            variable.value[...] = x
-
-    def step(self, rank, step):
-        given = gradients_of(self.values, rank, step)
-        self.optimizer.apply_gradients(zip(given, self.variables, strict=True))
-
-    def state(self):
-        return self.values, self.optimizer.state_dict()
-
-    def load(self, state):
-        self.assign(state[0])
-        self.optimizer.load_state_dict(state[1])
+def made(front, *args, **options):
+    return front(*args, starts(), **options)
 
 
-class Torch(Arrays):
-    def __init__(self, comm, inner, outer, **options):
-        torch = installed("torch")
-        self.variables = [torch.nn.Parameter(torch.tensor(x)) for x in starts()]
-        kinds = {"sgd": (torch.optim.SGD, 0.25), "adam": (torch.optim.Adam, 0.01)}
-        make, rate = kinds[inner]
-        self.optimizer = make(self.variables, lr=rate)
-        if comm is not None:
-            self.optimizer = strategies.DistributedOptimizer(
-                self.optimizer, comm=comm, outer=self.outer[outer](), **options
-            )
-
-    @property
-    def values(self):
-        return [v.detach().numpy().copy() for v in self.variables]
-
-    def assign(self, values):
-        torch = installed("torch")
-        for variable, x in zip(self.variables, values, strict=True):
-            variable.data.copy_(torch.tensor(x))
-
-    def step(self, rank, step):
-        torch = installed("torch")
-        for variable, x in zip(self.variables, gradients_of(self.values, rank, step), strict=True):
-            variable.grad = torch.tensor(x)
-        self.optimizer.step()
-
-
-class Optax(Arrays):
-    compiled = False
-
-    def __init__(self, comm, inner, outer, **options):
-        jax, optax = installed("jax"), installed("optax")
-        self.params = [jax.numpy.asarray(x) for x in starts()]
-        self.tx = {"sgd": optax.sgd(0.25), "adam": optax.adam(0.01)}[inner]
-        if comm is not None:
-            whole = {None: None, "nesterov": optax.sgd(0.7, 0.9, nesterov=True)}[outer]
-            self.tx = strategies.DistributedOptimizer(self.tx, comm=comm, outer=whole, **options)
-        self.inside = self.tx.init(self.params)
-        self.update = jax.jit(self.tx.update) if self.compiled else self.tx.update
-        self.apply = optax.apply_updates
-
-    @property
-    def values(self):
-        return [np.array(x) for x in self.params]
-
-    def assign(self, values):
-        self.params = [installed("jax").numpy.asarray(x) for x in values]
-
-    def step(self, rank, step):
-        given = [installed("jax").numpy.asarray(x) for x in gradients_of(self.values, rank, step)]
-        updates, self.inside = self.update(given, self.inside, self.params)
-        self.params = self.apply(self.params, updates)
-
-    def state(self):
-        return self.params, self.inside
-
-    def load(self, state):
-        self.params, self.inside = state
-
-
-class Compiled(Optax):
-    compiled = True
+def advance(own, rank, step):
+    own.step(gradients_of(own.values, rank, step))
 
 
 FRONTS = {"arrays": Arrays, "torch": Torch, "optax": Optax, "compiled": Compiled}
@@ -145,11 +55,11 @@ def front(request, world):
 
 def simulated(front, size, every, inner, outer):
     """One process with the parameters of all ranks."""
-    ranks = [front(None, inner, outer) for _ in range(size)]
+    ranks = [made(front, None, inner, outer=outer) for _ in range(size)]
     anchors, slots, since = starts(), [0, 0, 0], 0
     for step in range(STEPS):
         for rank, own in enumerate(ranks):
-            own.step(rank, step)
+            advance(own, rank, step)
         since += 1
         if since < (every(step) if callable(every) else every):
             continue
@@ -169,9 +79,9 @@ def simulated(front, size, every, inner, outer):
 @pytest.mark.parametrize("outer", [None, "nesterov"])
 def test_equals_one_process_that_makes_the_steps_of_all_ranks(comm, front, every, inner, outer):
     expected = simulated(front, comm.size, EVERY[every], inner, outer)[comm.rank]
-    own = front(comm, inner, outer, sync_every=EVERY[every])
+    own = made(front, comm, inner, outer=outer, sync_every=EVERY[every])
     for step in range(STEPS):
-        own.step(comm.rank, step)
+        advance(own, comm.rank, step)
     for value, exact in zip(own.values, expected, strict=True):
         if inner == "sgd" and outer is None and comm.size in (1, 2, 4) and every == "4":
             # Three rounds of sums of multiples of 2^-17 below 4.
@@ -183,9 +93,9 @@ def test_equals_one_process_that_makes_the_steps_of_all_ranks(comm, front, every
 
 
 def test_all_ranks_have_the_same_bits_after_a_round(comm, front):
-    own = front(comm, "adam", "nesterov", sync_every=4)
+    own = made(front, comm, "adam", outer="nesterov", sync_every=4)
     for step in range(8):
-        own.step(comm.rank, step)
+        advance(own, comm.rank, step)
         same = [np.ptp(comm.allgather(x[np.newaxis]), axis=0).max() for x in own.values]
         # Optax adds an update to parameters that differ: exact for numbers of one magnitude.
         assert (max(same) <= 2.0**-22) == (step % 4 == 3 or comm.size == 1)
@@ -208,29 +118,30 @@ def test_a_state_of_any_step_resumes_to_the_same_bits(comm, front, compression, 
     if front in (Optax, Compiled) and "feedback" in compression:
         pytest.skip("jax: rounding errors are not part of the state")
 
-    def make():
+    def new():
         chosen = compression_of(compression)
-        return front(comm, "adam", "nesterov", sync_every=4, compression=chosen)
+        options = {"sync_every": 4, "compression": chosen}
+        return made(front, comm, "adam", outer="nesterov", **options)
 
-    whole, first, second = make(), make(), make()
+    whole, first, second = new(), new(), new()
     for step in range(STEPS):
-        whole.step(comm.rank, step)
+        advance(whole, comm.rank, step)
     for step in range(stop):
-        first.step(comm.rank, step)
+        advance(first, comm.rank, step)
     second.load(first.state())
     for step in range(stop, STEPS):
-        second.step(comm.rank, step)
+        advance(second, comm.rank, step)
     for value, exact in zip(second.values, whole.values, strict=True):
         np.testing.assert_array_equal(value, exact)
 
 
 @pytest.mark.parametrize("bits", ["16", "16 with feedback", "8 with feedback"])
 def test_differences_travel_with_few_bits(comm, front, bits):
-    exact = front(comm, "sgd", None, sync_every=3)
-    own = front(comm, "sgd", None, sync_every=3, compression=compression_of(bits))
+    exact = made(front, comm, "sgd", sync_every=3)
+    own = made(front, comm, "sgd", sync_every=3, compression=compression_of(bits))
     for step in range(STEPS):
-        exact.step(comm.rank, step)
-        own.step(comm.rank, step)
+        advance(exact, comm.rank, step)
+        advance(own, comm.rank, step)
     for value, other in zip(own.values, exact.values, strict=True):
         # Differences below 4 are rounded twice per round; a quarter of an error is left after a
         # round, so that the errors of all rounds are at most 4/3 of the last.
@@ -242,34 +153,34 @@ def test_a_checkpoint_in_the_middle_of_a_round_holds_the_parameters_of_each_rank
     folder = comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None)
 
     def make():
-        own = Arrays(comm, "adam", "nesterov", sync_every=4)
+        own = made(Arrays, comm, "adam", outer="nesterov", sync_every=4)
         checkpoints = strategies.CheckpointManager(folder, comm=comm)
         things = {"values": PerRank(own.variables), "optimizer": PerRank(own.optimizer)}
         return own, Saver(checkpoints, **things)
 
     whole, saver = make()
     for step in range(STEPS):
-        whole.step(comm.rank, step)
+        advance(whole, comm.rank, step)
         if step == 5:
             saver.save(step)
     own, saver = make()
     assert saver.restore() == 5
     for step in range(6, STEPS):
-        own.step(comm.rank, step)
+        advance(own, comm.rank, step)
     for value, exact in zip(own.values, whole.values, strict=True):
         np.testing.assert_array_equal(value, exact)
 
 
 def test_a_state_without_rounds_begins_one(comm):
-    own = Arrays(comm, "adam", None, sync_every=4)
-    alone = Arrays(None, "adam", None)
+    own = made(Arrays, comm, "adam", sync_every=4)
+    alone = made(Arrays, None, "adam")
     for step in range(3):
-        own.step(0, step)
-        alone.step(0, step)
+        advance(own, 0, step)
+        advance(alone, 0, step)
     own.load(alone.state())
     for step in range(3, 7):
-        own.step(0, step)
-        alone.step(0, step)
+        advance(own, 0, step)
+        advance(alone, 0, step)
     # All ranks have made the same steps, whose mean is one of them up to the rounding of a sum.
     for value, exact in zip(own.values, alone.values, strict=True):
         np.testing.assert_allclose(value, exact, rtol=0, atol=comm.size * 2.0**-21)
@@ -350,7 +261,7 @@ def test_a_rank_without_data_takes_part_until_all_join(comm):
 
 def test_pytorch_refuses_a_loss_scaler(comm):
     torch = installed("torch")
-    own = Torch(comm, "sgd", None, sync_every=2)
+    own = made(Torch, comm, "sgd", sync_every=2)
     scaler = torch.amp.GradScaler("cpu")
     scaler.scale(own.variables[0].sum()).backward()
     with pytest.raises(ValueError, match="a loss scaler skips the steps of this rank alone"):
@@ -358,20 +269,20 @@ def test_pytorch_refuses_a_loss_scaler(comm):
 
 
 def test_optax_needs_the_parameters(comm):
-    own = Optax(comm, "sgd", None, sync_every=2)
+    own = made(Optax, comm, "sgd", sync_every=2)
     with pytest.raises(ValueError, match=r"expected update\(gradients, state, params\)"):
         own.tx.update(own.params, own.inside)
 
 
 def test_a_loaded_state_belongs_to_its_parameters(comm):
-    own = Arrays(comm, "sgd", None, sync_every=3)
-    own.step(0, 0)
+    own = made(Arrays, comm, "sgd", sync_every=3)
+    advance(own, 0, 0)
     state = own.optimizer.state_dict()
     for other in (np.zeros(2), np.zeros((2, 2))):
         optimizer = strategies.DistributedOptimizer(Momentum(1.0), comm=comm, sync_every=3)
         optimizer.load_state_dict({"step": 0, "local_steps": state["local_steps"]})
         with pytest.raises(ValueError, match="loaded state belongs to other parameters"):
-            optimizer.apply_gradients([(other, strategies.Variable(other, name="v1"))])
+            optimizer.apply_gradients([(other, strategies.Variable(other, name="v/1"))])
     with pytest.raises(ValueError, match="bad state of local steps, got no .'anchors'"):
         own.optimizer.load_state_dict(
             {"step": 0, "local_steps": {"step": 1, "since": 0, "feedback": []}}

@@ -8,6 +8,7 @@ import tempfile
 
 import numpy as np
 import pytest
+from fronts import Arrays, Torch
 
 import collectives as cc
 import strategies
@@ -15,7 +16,7 @@ from requirements import installed
 from strategies.averaging.sharded_buckets import box_of
 from strategies.checkpoint import Saver, Slice
 from strategies.checkpoint.boxes import check_tiles, overlap
-from strategies.optimizers import LARS, SGD, Adam, AdamW, Momentum
+from strategies.optimizers import LARS, SGD
 
 STEPS = 6
 SHAPES = [(6, 4), (2, 9), (1, 1), (7,), (), (0, 3)]
@@ -36,64 +37,18 @@ def gradients_of(values, rank, step):
     ]  # fmt: skip
 
 
-class Arrays:
-    kinds = {
-        "momentum": lambda: Momentum(0.1, 0.9, nesterov=True), "adam": lambda: Adam(0.01),
-        "adamw": lambda: AdamW(0.01),
-    }  # fmt: skip
-
-    def __init__(self, comm, kind, **options):
-        self.variables = [strategies.Variable(x, name=f"v/{i}") for i, x in enumerate(starts())]
-        self.optimizer = self.kinds[kind]()
-        if comm is not None:
-            self.optimizer = strategies.DistributedOptimizer(self.optimizer, comm=comm, **options)
-
-    @property
-    def values(self):
-        return [v.value for v in self.variables]
-
-    def step(self, rank, step, **told):
-        given = gradients_of(self.values, rank, step)
-        self.optimizer.apply_gradients(zip(given, self.variables, strict=True), **told)
-
-    def things(self):
-        return {"variables": self.variables, "optimizer": self.optimizer}
-
-    def slots(self):
-        return list(self.optimizer.state_dict().values())
+def made(front, comm, kind, **options):
+    own = made(front, comm, kind, starts(), **options)
+    if front is Torch:
+        own.optimizer.param_groups[1]["lr"] = 0.02
+    return own
 
 
-class Torch(Arrays):
-    def __init__(self, comm, kind, **options):
-        torch = installed("torch")
-        makers = {
-            "momentum": lambda ps: torch.optim.SGD(ps, 0.1, momentum=0.9, nesterov=True),
-            "adam": lambda ps: torch.optim.Adam(ps, 0.01, amsgrad=True, foreach=True),
-            "adamw": lambda ps: torch.optim.AdamW(ps, 0.01, fused=True),
-        }
-        self.variables = [torch.nn.Parameter(torch.tensor(x)) for x in starts()]
-        groups = [{"params": self.variables[:2]}, {"params": self.variables[2:], "lr": 0.02}]
-        self.optimizer = makers[kind](groups)
-        if comm is not None:
-            self.optimizer = strategies.DistributedOptimizer(self.optimizer, comm=comm, **options)
-
-    @property
-    def values(self):
-        return [v.detach().numpy() for v in self.variables]
-
-    def step(self, rank, step, **told):
-        torch = installed("torch")
-        for variable, x in zip(self.variables, gradients_of(self.values, rank, step), strict=True):
-            variable.grad = None if x is None else torch.tensor(x)
-        self.optimizer.step(**told)
-
-    def things(self):
-        return {"values": [v.data for v in self.variables], "optimizer": self.optimizer}
-
-    def slots(self):
-        return [x for own in self.optimizer.state_dict()["state"].values() for x in own.values()]
+def advance(own, rank, step, **told):
+    own.step(gradients_of(own.values, rank, step), **told)
 
 
+KINDS = ["momentum", "adam", "adamw"]
 FRONTS = {"arrays": Arrays, "torch": Torch}
 
 
@@ -130,23 +85,23 @@ OPTIONS = {
 }  # fmt: skip
 
 
-@pytest.mark.parametrize("kind", Arrays.kinds)
+@pytest.mark.parametrize("kind", KINDS)
 @pytest.mark.parametrize("options", OPTIONS)
 @pytest.mark.parametrize("examples", [False, True], ids=["equal ranks", "examples"])
 def test_steps_equal_those_without_sharding(comm, front, kind, options, examples):
     told = {"examples": 3 + comm.rank} if examples and options != "sum" else {}
-    whole = front(comm, kind, **OPTIONS[options])
-    own = front(comm, kind, shard_state=True, **OPTIONS[options])
+    whole = made(front, comm, kind, **OPTIONS[options])
+    own = made(front, comm, kind, shard_state=True, **OPTIONS[options])
     for step in range(STEPS):
-        whole.step(comm.rank, step, **told)
-        own.step(comm.rank, step, **told)
+        advance(whole, comm.rank, step, **told)
+        advance(own, comm.rank, step, **told)
     assert_alike(comm, own.values, whole.values)
 
 
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
 def test_each_rank_holds_a_part_of_the_state(comm, front, kind):
-    own = front(comm, kind, shard_state=True)
-    own.step(comm.rank, 0)
+    own = made(front, comm, kind, shard_state=True)
+    advance(own, comm.rank, 0)
     numbers = sum(x.array.nbytes for x in own.slots() if isinstance(x, Slice))
     every = comm.allgather(np.array([numbers]))
     slots = {"momentum": 1, "adam": 3 if front is Torch else 2}[kind]
@@ -160,23 +115,23 @@ def test_each_rank_holds_a_part_of_the_state(comm, front, kind):
 @pytest.mark.parametrize("kind", ["momentum", "adam"])
 def test_a_checkpoint_resumes_with_fewer_ranks_and_without_sharding(comm, front, kind):
     folder = comm.broadcast_object(tempfile.mkdtemp() if comm.rank == 0 else None)
-    own = front(comm, kind, shard_state=True)
+    own = made(front, comm, kind, shard_state=True)
     for step in range(3):
-        own.step(comm.rank, step)
+        advance(own, comm.rank, step)
     with strategies.CheckpointManager(folder, comm=comm, sharded=True) as checkpoints:
         Saver(checkpoints, **own.things()).save(3)
 
     def resumed(some, **options):
         """All ranks of a group go on with the gradients of rank 0."""
-        made = front(some, kind, **options)
+        own = made(front, some, kind, **options)
         if some.size > 1:
-            made.step(0, 0)  # its state is replaced
+            advance(own, 0, 0)  # its state is replaced
         with strategies.CheckpointManager(folder, comm=some, sharded=True) as checkpoints:
-            saver = Saver(checkpoints, **made.things())
+            saver = Saver(checkpoints, **own.things())
             assert saver.restore() == 3
         for step in range(3, STEPS):
-            made.step(0, step)
-        return [x.copy() for x in made.values]
+            advance(own, 0, step)
+        return [x.copy() for x in own.values]
 
     same, alone = resumed(comm, shard_state=True), resumed(comm)
     half = comm.split(comm.rank * 2 // comm.size)
@@ -187,22 +142,22 @@ def test_a_checkpoint_resumes_with_fewer_ranks_and_without_sharding(comm, front,
 
 
 def test_a_state_without_sharding_is_cut(comm, front):
-    whole, own = front(comm, "adam"), front(comm, "adam", shard_state=True)
+    whole, own = made(front, comm, "adam"), made(front, comm, "adam", shard_state=True)
     for step in range(3):
-        whole.step(comm.rank, step)
+        advance(whole, comm.rank, step)
     for variable, x in zip(own.values, whole.values, strict=True):
         variable[...] = x
     own.optimizer.load_state_dict(copy.deepcopy(whole.optimizer.state_dict()))
     for step in range(3, STEPS):
-        whole.step(comm.rank, step)
-        own.step(comm.rank, step)
+        advance(whole, comm.rank, step)
+        advance(own, comm.rank, step)
     assert_alike(comm, own.values, whole.values)
 
 
 def test_schedules_and_states_before_the_wrapper_count(comm):
     torch = installed("torch")
-    whole, own = Torch(comm, "adam"), Torch(None, "adam")
-    own.step(0, 0)
+    whole, own = made(Torch, comm, "adam"), made(Torch, None, "adam")
+    advance(own, 0, 0)
     for variable, x in zip(whole.values, own.values, strict=True):
         variable[...] = x
     whole.optimizer.load_state_dict(copy.deepcopy(own.optimizer.state_dict()))
@@ -210,14 +165,14 @@ def test_schedules_and_states_before_the_wrapper_count(comm):
     schedules = [torch.optim.lr_scheduler.StepLR(x.optimizer, 2, 0.1) for x in (whole, own)]
     for step in range(1, STEPS):
         for each, schedule in zip((whole, own), schedules, strict=True):
-            each.step(comm.rank, step)
+            advance(each, comm.rank, step)
             schedule.step()
     assert own.optimizer.param_groups[0]["lr"] == whole.optimizer.param_groups[0]["lr"]
     assert_alike(comm, own.values, whole.values)
 
 
 def test_a_closure_computes_the_gradients(comm):
-    own = Torch(comm, "momentum", shard_state=True)
+    own = made(Torch, comm, "momentum", shard_state=True)
 
     def closure():
         loss = sum((v * (comm.rank + 1)).sum() for v in own.variables)
@@ -251,8 +206,8 @@ def test_optimizers_that_are_not_elementwise_are_refused(comm, case):
 
 
 def test_what_needs_whole_averages_is_refused(comm, front):
-    own = front(comm, "momentum", shard_state=True)
-    own.step(comm.rank, 0)
+    own = made(front, comm, "momentum", shard_state=True)
+    advance(own, comm.rank, 0)
     with pytest.raises(ValueError, match="expected steps with examples=0"):
         own.optimizer.join()
     with pytest.raises(ValueError, match="of a dead rank are lost"):
@@ -271,8 +226,8 @@ def test_what_needs_whole_averages_is_refused(comm, front):
         pairs = [(np.ones(2, np.float32), np.zeros(2, np.float32))]
         with pytest.raises(ValueError, match="expected the parameters of the first step, got 1"):
             own.optimizer.apply_gradients(pairs)
-        own.step(comm.rank, 1)
+        advance(own, comm.rank, 1)
+        optimizer = strategies.DistributedOptimizer(SGD(1.0), comm=comm, shard_state=True)
+        rows = strategies.Rows([0], np.ones((1, 2)))
         with pytest.raises(ValueError, match="shard_state is for dense gradients, got a sparse"):
-            optimizer = strategies.DistributedOptimizer(SGD(1.0), comm=comm, shard_state=True)
-            rows = strategies.Rows([0], np.ones((1, 2)))
             optimizer.apply_gradients([(rows, np.zeros((3, 2)))])
