@@ -38,7 +38,7 @@ def gradients_of(values, rank, step):
 
 
 def made(front, comm, kind, **options):
-    own = made(front, comm, kind, starts(), **options)
+    own = front(comm, kind, starts(), **options)
     if front is Torch:
         own.optimizer.param_groups[1]["lr"] = 0.02
     return own
