@@ -10,7 +10,13 @@ import collectives as cc
 from collectives.extend import known_as
 from strategies.averaging.consistency import settings_of
 from strategies.averaging.local_steps import KEY, LocalRounds
-from strategies.averaging.optimizer import ArrayOptimizer, Pair, identity, leaf_of
+from strategies.averaging.optimizer import (
+    ArrayOptimizer,
+    Pair,
+    identity,
+    leaf_of,
+    like_variables,
+)
 from strategies.averaging.options import AveragingOptions
 from strategies.core import array_ops
 from strategies.optimizers.gradient_pairs import refuse_jax, split
@@ -71,12 +77,13 @@ class LocalOptimizer:
         """
         require_one_replica("apply_gradients")
         error: Exception | None = None
+        pairs: list[Pair] = []
         variables: dict[str, Any] = {}
         try:
-            pairs = list(grads_and_vars)
-            variables = dict(_named(item, i) for i, item in enumerate(pairs))
+            pairs = [split(x, "apply_gradients", i) for i, x in enumerate(grads_and_vars)]
+            variables = dict(_named(variable, i) for i, (_, variable) in enumerate(pairs))
             self._rounds.begin(variables)
-            self.optimizer.apply_gradients(pairs)
+            self.optimizer.apply_gradients(like_variables(pairs))
         except Exception as caught:  # also one of the iterable
             error = caught
         self._rounds.advance(variables, error)
@@ -114,9 +121,8 @@ class LocalOptimizer:
         self._rounds.close()
 
 
-def _named(item: Any, position: int) -> tuple[str, Any]:
-    """Return the name and the array of a pair's variable, as a NumPy view if in host memory."""
-    _, variable = split(item, "apply_gradients", position)
+def _named(variable: Any, position: int) -> tuple[str, Any]:
+    """Return the name and the array of a variable, as a NumPy view if in host memory."""
     leaf = leaf_of(variable, position)
     # Also if the variable could replace it: the anchors change in place.
     refuse_jax(leaf.like, "apply_gradients", f"variable: {leaf.name}")

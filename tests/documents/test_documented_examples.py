@@ -16,7 +16,7 @@ EXAMPLES = {
     "between-nodes.md": 7,
     "checkpoints.md": 11,
     "cluster.md": 11,
-    "distributed-optimizer.md": 23,
+    "distributed-optimizer.md": 24,
     "gradients.md": 11,
     "jax.md": 19,
     "migrate-from-horovod.md": 4,
