@@ -3,8 +3,6 @@
 OPENBLAS_NUM_THREADS=1 mpirun -np 2 python benchmarks/model_parallel.py
 """
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Adasum of the arrays of all ranks, on one process in float64."""
 
-from __future__ import annotations
-
 import numpy as np
 
 __all__ = ["combined"]

@@ -1,7 +1,5 @@
 """Calls of a test that may block, fail or end the program, and folders of all ranks."""
 
-from __future__ import annotations
-
 import tempfile
 import time
 from concurrent.futures import ThreadPoolExecutor

@@ -1,7 +1,5 @@
 """Queues on another task, made where a test makes queues of its own."""
 
-from __future__ import annotations
-
 import itertools
 from contextlib import contextmanager
 

@@ -7,8 +7,6 @@ soon as nobody holds it. Code that forgets to wait, or lets memory go too early,
 here, too. The `log` has every copy and every wait of the host in order.
 """
 
-from __future__ import annotations
-
 import ctypes
 import math
 import threading

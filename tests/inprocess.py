@@ -1,7 +1,5 @@
 """Ranks as threads of one process: the second rung of the tests, over `collectives.testing`."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import traceback

@@ -5,8 +5,6 @@ The first job on a machine compiles its kinds of calls: seconds each, and minute
 again with every new file. If nothing is compiled, a hang is found after the limit itself.
 """
 
-from __future__ import annotations
-
 import subprocess
 import time
 from pathlib import Path

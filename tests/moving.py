@@ -1,7 +1,5 @@
 """Arrays that can be moved but not reduced, and the operations that move them."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 

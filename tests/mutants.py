@@ -10,8 +10,6 @@ nothing else to do. `--again` repeats the mutants of OLD. `--compare` lists the 
 killed and NEW does not, and fails if there are any.
 """
 
-from __future__ import annotations
-
 import argparse
 import ast
 import copy

@@ -5,8 +5,6 @@ every cluster: an error in them would be one of the product. Which op has a mean
 is said here once more, apart from the product's own table.
 """
 
-from __future__ import annotations
-
 import functools
 
 import numpy as np

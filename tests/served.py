@@ -1,7 +1,5 @@
 """Worlds with ps tasks and workers, for tests of what they do together."""
 
-from __future__ import annotations
-
 import inspect
 from contextlib import contextmanager, suppress
 from functools import partial

@@ -1,7 +1,5 @@
 """Communicators whose channels a test watches and disturbs: silence, deaths and what gets lost."""
 
-from __future__ import annotations
-
 import threading
 import time
 from contextlib import contextmanager

@@ -1,7 +1,5 @@
 """Tests come in by the public doors: none reaches into a private attribute."""
 
-from __future__ import annotations
-
 import ast
 
 from launcher import ROOT

@@ -1,7 +1,5 @@
 """Limits of waits start again when code has been compiled, and at no other time."""
 
-from __future__ import annotations
-
 import os
 
 import pytest

@@ -1,7 +1,5 @@
 """Choosing cases: no pair is lost, and few cases remain."""
 
-from __future__ import annotations
-
 from itertools import combinations, product
 
 import pytest

@@ -1,7 +1,5 @@
 """The wording of pages, docstrings, comments and errors keeps to its ceilings."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 

@@ -1,7 +1,5 @@
 """What a run of all tests does before them, what it leaves out, and what it says of itself."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

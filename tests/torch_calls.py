@@ -1,7 +1,5 @@
 """Calls of torch.distributed that any of its backends can make, for comparisons with Gloo."""
 
-from __future__ import annotations
-
 from requirements import installed
 
 torch = installed("torch")

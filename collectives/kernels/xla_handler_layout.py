@@ -3,8 +3,6 @@
 Fields are 64-bit integers.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from collectives.kernels.structures import structure

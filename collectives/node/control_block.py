@@ -17,8 +17,6 @@ was stored before it.
 Fields are 64-bit integers unless a format says otherwise.
 """
 
-from __future__ import annotations
-
 import numpy as np
 
 from collectives.kernels.structures import structure

@@ -1,7 +1,5 @@
 """Gradient accumulators, local or on another task."""
 
-from __future__ import annotations
-
 from strategies.accumulators.accumulators import (
     ConditionalAccumulator,
     SparseConditionalAccumulator,

@@ -1,7 +1,5 @@
 """Checkpoints: training state in files that are complete or absent."""
 
-from __future__ import annotations
-
 from strategies.checkpoint.boxes import Box, Slice
 from strategies.checkpoint.checkpoint import Checkpoint
 from strategies.checkpoint.per_rank import PerRank

@@ -1,7 +1,5 @@
 """Cluster roles: tasks of ranks, their devices, and placement."""
 
-from __future__ import annotations
-
 from strategies.cluster.device_setter import (
     GreedyLoadBalancing,
     RandomChoice,

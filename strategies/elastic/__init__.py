@@ -1,7 +1,5 @@
 """Elastic training: survives dead ranks and preemption."""
 
-from __future__ import annotations
-
 from strategies.elastic.elastic_state import State
 from strategies.elastic.fault_injection import InjectedFault, inject
 from strategies.elastic.preemption import STOPPED_EARLY, Preemption

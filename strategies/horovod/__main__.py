@@ -6,8 +6,6 @@
 Horovod need not be installed.
 """
 
-from __future__ import annotations
-
 import sys
 
 from strategies.core import run_program

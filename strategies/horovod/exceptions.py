@@ -1,7 +1,5 @@
 """Exceptions with Horovod's names."""
 
-from __future__ import annotations
-
 import collectives as cc
 
 __all__ = ["HorovodInternalError", "HostsUpdatedInterrupt"]

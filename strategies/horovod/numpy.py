@@ -6,8 +6,6 @@ hvd.init()
 total = hvd.allreduce(x, op=hvd.Sum, name="x")
 """
 
-from __future__ import annotations
-
 from strategies.horovod import common, operations
 from strategies.horovod.common import *  # noqa: F403  # listed there
 from strategies.horovod.objects import broadcast_parameters

@@ -1,7 +1,5 @@
 """Input pipelines: queues, readers, threads, and each rank's shard."""
 
-from __future__ import annotations
-
 from strategies.input.batching import (
     batch,
     batch_join,

@@ -1,7 +1,5 @@
 """Keras 3 support, with its backends torch and jax: a wrapped optimizer, callbacks, equal steps."""
 
-from __future__ import annotations
-
 try:
     import keras  # noqa: F401  (the package needs it)
 except ModuleNotFoundError as missing:

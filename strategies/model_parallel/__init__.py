@@ -14,8 +14,6 @@ Example:
     True
 """
 
-from __future__ import annotations
-
 from strategies.model_parallel.collectives_with_grad import (
     Backward,
     allgather,

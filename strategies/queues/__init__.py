@@ -1,7 +1,5 @@
 """Queues of typed elements, local or on another task."""
 
-from __future__ import annotations
-
 from strategies.queues.queue_types import (
     FIFOQueue,
     PaddingFIFOQueue,

@@ -1,7 +1,5 @@
 """Replicas of a model in one process: contexts, variables and synchronization."""
 
-from __future__ import annotations
-
 from strategies.replicas.context import ReplicaContext
 from strategies.replicas.datasets import InputContext, ValueContext
 from strategies.replicas.metrics import MeanMetric, SumMetric

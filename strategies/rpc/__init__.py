@@ -1,7 +1,5 @@
 """Remote procedure calls among tasks: services, functions, named resources and locks."""
 
-from __future__ import annotations
-
 from strategies.rpc.functions import RemoteTraceback, Task, TaskFuture
 from strategies.rpc.mutex import MutexLock
 from strategies.rpc.registry import container

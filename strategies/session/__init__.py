@@ -1,7 +1,5 @@
 """Training sessions: the training loop with hooks, checkpoints and metrics."""
 
-from __future__ import annotations
-
 from strategies.session import hooks
 from strategies.session.evaluation import Evaluator
 from strategies.session.metrics_hook import Summaries

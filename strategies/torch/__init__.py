@@ -4,8 +4,6 @@ Importing this module registers the backend "unisono" with torch.distributed. If
 installed, importing PyTorch registers it as well.
 """
 
-from __future__ import annotations
-
 import torch  # noqa: F401  (before the backend is registered)
 
 import unisono_torch

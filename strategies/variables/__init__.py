@@ -1,7 +1,5 @@
 """Variables on tasks, whole or partitioned, readable and updatable by all tasks."""
 
-from __future__ import annotations
-
 from strategies.variables import initializers, partition
 from strategies.variables.batched import apply_all, assign_all, read_all
 from strategies.variables.factory import (

@@ -1,7 +1,5 @@
 """Asynchronous operations among ranks: as the blocking ones, in the order of issue."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Buckets among ranks: many arrays, reduced at once or as they become ready."""
 
-from __future__ import annotations
-
 import time
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Channels between ranks: everything arrives whole, once, in order, whoever sends."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

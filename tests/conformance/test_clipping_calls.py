@@ -1,7 +1,5 @@
 """Clipping by the norm of all ranks' gradients."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """A coordinator that schedules calls, and workers that make them."""
 
-from __future__ import annotations
-
 from contextlib import contextmanager
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Clusters of every shape start, train, evaluate, and end."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Clusters of the ranks that there are: who is which task, and what is placed where."""
 
-from __future__ import annotations
-
 import json
 import logging
 import sys

@@ -1,7 +1,5 @@
 """Operations made of others: many arrays at once, sparse rows, objects, groups."""
 
-from __future__ import annotations
-
 import functools
 import pickle
 

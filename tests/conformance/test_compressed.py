@@ -1,7 +1,5 @@
 """All-reduces whose arrays travel as 16 bits, on ranks that are threads and on MPI processes."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

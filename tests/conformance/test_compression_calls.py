@@ -1,7 +1,5 @@
 """Compressed all-reduces through the communicator."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

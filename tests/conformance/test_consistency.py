@@ -1,7 +1,5 @@
 """Parameters and settings that differ between ranks are an error on all before the first step."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -3,8 +3,6 @@
 A stand-in takes CuPy's place, which is as late as a device and logs what is launched and copied.
 """
 
-from __future__ import annotations
-
 import os
 import sys
 

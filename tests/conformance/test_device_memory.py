@@ -4,8 +4,6 @@ A stand-in takes CuPy's place. Its device memory is host memory, but it is as la
 that a wait that is missing gives wrong numbers; and any MPI takes its addresses.
 """
 
-from __future__ import annotations
-
 import sys
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Replicas on devices of any library do what one process does with all rows, in NumPy."""
 
-from __future__ import annotations
-
 import sys
 
 import numpy as np

@@ -1,7 +1,5 @@
 """DistributedOptimizer over arrays: as one process on all batches, whatever the ranks bring."""
 
-from __future__ import annotations
-
 import copy
 import functools
 import itertools

@@ -1,7 +1,5 @@
 """Variables that replicas write: on all alike, or each its own."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

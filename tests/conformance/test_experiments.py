@@ -1,7 +1,5 @@
 """An experiment: each task does the part of its job."""
 
-from __future__ import annotations
-
 import numpy as np
 from calls import folder_of
 

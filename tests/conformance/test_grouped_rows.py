@@ -1,7 +1,5 @@
 """Many arrays at once: joined, shared out, and from one rank."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from calls import raised

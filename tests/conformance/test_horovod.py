@@ -1,7 +1,5 @@
 """Horovod's names: matched by name in any order, with errors on all ranks."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 

@@ -1,7 +1,5 @@
 """Horovod's names for JAX: arrays come back as what they were, parameters as new ones."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

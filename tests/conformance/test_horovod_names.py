@@ -3,8 +3,6 @@
 Each row of the tables is a promise of Horovod's documentation or a test of its own suite.
 """
 
-from __future__ import annotations
-
 import contextlib
 import inspect
 import itertools

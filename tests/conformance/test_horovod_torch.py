@@ -1,7 +1,5 @@
 """Horovod's names for PyTorch: gradients, sparse tensors, the optimizer."""
 
-from __future__ import annotations
-
 import contextlib
 import copy
 

@@ -1,7 +1,5 @@
 """Arrays of more bytes than a C int counts, with every byte moved or refused."""
 
-from __future__ import annotations
-
 import gc
 import re
 import shutil

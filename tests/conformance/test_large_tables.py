@@ -1,7 +1,5 @@
 """Variables that no task has all of: made part by part, looked up, changed and saved by rows."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -5,8 +5,6 @@ Seen over all ranks, a block is a matrix A, and its way back must be A*: for any
 operation, which the second property does.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

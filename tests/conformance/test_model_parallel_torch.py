@@ -1,7 +1,5 @@
 """The building blocks under PyTorch's automatic differentiation."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

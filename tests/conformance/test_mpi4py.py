@@ -1,7 +1,5 @@
 """Communicators of mpi4py made ours, and ours made mpi4py's."""
 
-from __future__ import annotations
-
 import pytest
 
 import collectives as cc

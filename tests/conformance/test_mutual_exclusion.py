@@ -1,7 +1,5 @@
 """A lock on a task, and functions that wait for others, between ranks."""
 
-from __future__ import annotations
-
 import numpy as np
 
 from strategies.rpc import MutexLock, Service, Task

@@ -1,7 +1,5 @@
 """The node engine: ranks that meet in shared memory, in plans, and in any order of calls."""
 
-from __future__ import annotations
-
 import functools
 import itertools
 import logging

@@ -1,7 +1,5 @@
 """What every algorithm has to do, on ranks that are threads and on ranks that are MPI processes."""
 
-from __future__ import annotations
-
 import ctypes
 import zlib
 from pathlib import Path

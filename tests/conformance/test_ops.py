@@ -1,7 +1,5 @@
 """Reductions beside sums: of bits, of truth, of integers, scaled, and where the best number is."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

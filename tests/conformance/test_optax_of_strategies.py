@@ -1,7 +1,5 @@
 """Transformations of Optax update the variables of strategies whose replicas are in step."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """`DistributedOptimizer(strategy=)` averages over that strategy's replicas, or says why not."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

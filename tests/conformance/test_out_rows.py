@@ -1,7 +1,5 @@
 """Where results of rows go, and who gets how many: `out=`, `counts=`, `return_counts=`."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Variables on ps tasks: where they are, what pushes do to them, and who waits for whom."""
 
-from __future__ import annotations
-
 import threading
 from types import SimpleNamespace
 

@@ -1,7 +1,5 @@
 """Calls that are planned once and made at every step."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from calls import raised

@@ -1,7 +1,5 @@
 """Arrays from one rank to another: every kind, every size, in order, and never waiting for ever."""
 
-from __future__ import annotations
-
 import time
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Calls that are like earlier ones: the short way gives what the long way gives, and meets it."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

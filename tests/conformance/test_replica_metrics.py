@@ -1,7 +1,5 @@
 """Metrics of replicas are those of one process that has seen all rows."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Any number of replicas, on ranks and on devices of one rank, does what one process does."""
 
-from __future__ import annotations
-
 import threading
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Saving and restoring together: replicas once, generators of each rank."""
 
-from __future__ import annotations
-
 import functools
 import shutil
 

@@ -1,7 +1,5 @@
 """`scan` and `exscan` against reductions of the first ranks; objects gathered and scattered."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Tags, any source, requests and objects between two ranks, from one thread or several."""
 
-from __future__ import annotations
-
 import math
 import threading
 

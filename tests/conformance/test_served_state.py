@@ -1,7 +1,5 @@
 """Variables on ps tasks in checkpoints, and gradients and values of 16 bits on their way."""
 
-from __future__ import annotations
-
 import threading
 import time
 

@@ -1,7 +1,5 @@
 """Sessions of several ranks: all stop, save, fail and leave at the same step."""
 
-from __future__ import annotations
-
 import contextlib
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Sharded checkpoints: every rank writes its part, any number of ranks reads it."""
 
-from __future__ import annotations
-
 import errno
 import functools
 import json

@@ -1,7 +1,5 @@
 """Sharing the input: uneven ends, positions that other numbers of ranks go on from, prefetch."""
 
-from __future__ import annotations
-
 import json
 import threading
 from collections import Counter

@@ -1,7 +1,5 @@
 """Data that ranks have together: in memory once on each node, or row by row on whoever is free."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import itertools

@@ -1,7 +1,5 @@
 """The same behaviour of a variable here and of a variable on another rank; and what ranks share."""
 
-from __future__ import annotations
-
 import threading
 
 import ml_dtypes

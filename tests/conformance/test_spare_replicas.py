@@ -1,7 +1,5 @@
 """Spare replicas: the numbers of every step, whose gradients are used, and how training ends."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 

@@ -1,7 +1,5 @@
 """Commits in memory: what is given back, on all ranks."""
 
-from __future__ import annotations
-
 import random
 import tempfile
 

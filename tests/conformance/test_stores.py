@@ -1,7 +1,5 @@
 """How ranks of a node store for each other: chosen or forced, it changes no result."""
 
-from __future__ import annotations
-
 import dataclasses
 import time
 

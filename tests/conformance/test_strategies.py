@@ -1,7 +1,5 @@
 """Training in step: any number of ranks does what one process does on the whole batch."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Two threads of a rank in collective operations of one communicator: refused at once."""
 
-from __future__ import annotations
-
 import threading
 import time
 

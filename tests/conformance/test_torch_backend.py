@@ -1,7 +1,5 @@
 """The backend of torch.distributed: every function for tensors on CPUs, beside Gloo."""
 
-from __future__ import annotations
-
 import datetime
 
 import pytest

@@ -1,7 +1,5 @@
 """Profilers, dispatch modes and tensors without memory see a process group as they see Gloo's."""
 
-from __future__ import annotations
-
 import datetime
 import gc
 from collections import Counter

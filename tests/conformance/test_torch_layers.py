@@ -1,7 +1,5 @@
 """Layers, rows and metrics of PyTorch over all ranks: as if one process had all rows."""
 
-from __future__ import annotations
-
 import copy
 import io
 import itertools

@@ -1,7 +1,5 @@
 """The names of torch.distributed: errors and questions as with Gloo, and that all were tested."""
 
-from __future__ import annotations
-
 import datetime
 import pickle
 import re

@@ -1,7 +1,5 @@
 """DistributedOptimizer of PyTorch: the same program on any number of ranks."""
 
-from __future__ import annotations
-
 import copy
 import io
 import pickle

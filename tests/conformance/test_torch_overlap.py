@@ -1,7 +1,5 @@
 """Gradients of PyTorch reduced during the backward pass: the same bits as in the step."""
 
-from __future__ import annotations
-
 import contextlib
 import functools
 import threading

@@ -1,7 +1,5 @@
 """What trains by torch.distributed, over the backend: as one process on the joined batches."""
 
-from __future__ import annotations
-
 import copy
 import gc
 from pathlib import Path

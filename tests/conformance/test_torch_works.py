@@ -1,7 +1,5 @@
 """Operations of torch.distributed that are under way: works, futures, threads, groups, errors."""
 
-from __future__ import annotations
-
 import datetime
 import gc
 from types import SimpleNamespace

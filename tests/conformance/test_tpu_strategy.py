@@ -3,8 +3,6 @@
 JAX has 8 devices of the host in every process, see `conftest`; ranks that are threads share them.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Models of JAX whose steps a strategy makes: parameter servers and spare replicas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

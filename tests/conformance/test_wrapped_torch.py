@@ -1,7 +1,5 @@
 """Models of PyTorch whose steps a strategy makes: parameter servers and spare replicas."""
 
-from __future__ import annotations
-
 import copy
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What docs/command-line.md shows of commands is what docs/commands.py writes there."""
 
-from __future__ import annotations
-
 import runpy
 
 import pytest

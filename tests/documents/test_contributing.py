@@ -1,7 +1,5 @@
 """What CONTRIBUTING.md, the hosted CI and the commit hook run is there."""
 
-from __future__ import annotations
-
 import os
 import re
 

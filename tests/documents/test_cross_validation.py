@@ -1,7 +1,5 @@
 """The example that cross-validates networks, folds over ranks."""
 
-from __future__ import annotations
-
 import re
 
 from launcher import ROOT, mpirun

@@ -1,7 +1,5 @@
 """The examples of pages are true: statements print what the page shows."""
 
-from __future__ import annotations
-
 import doctest
 
 import pytest

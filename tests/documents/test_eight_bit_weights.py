@@ -1,7 +1,5 @@
 """The example that serves a network with weights of 8 bits."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """The page of errors has every kind, cites what the sources say, and a traceback leads there."""
 
-from __future__ import annotations
-
 import inspect
 import re
 import sys

@@ -1,7 +1,5 @@
 """The programs that people copy, run as they would run them."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Drawings of the explanations are those that their scripts make."""
 
-from __future__ import annotations
-
 import re
 import sys
 

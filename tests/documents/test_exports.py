@@ -1,7 +1,5 @@
 """Public names: complete, sorted, documented, and their examples true."""
 
-from __future__ import annotations
-
 import doctest
 import importlib
 import importlib.util

@@ -1,7 +1,5 @@
 """Answers of docs/faq.md beyond outputs of programs: debugger, notebook, foreign packages."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 

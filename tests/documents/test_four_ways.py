@@ -1,7 +1,5 @@
 """The example that trains by one program or one per replica, synchronously or not."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

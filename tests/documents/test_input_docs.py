@@ -1,7 +1,5 @@
 """The examples of docs/input.md are true, on the two ranks of which the page speaks."""
 
-from __future__ import annotations
-
 import re
 import textwrap
 

@@ -1,7 +1,5 @@
 """strategies.keras, and its example: with each backend in processes of its own."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """The example that fits a line and a ridge under every strategy."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import pytest

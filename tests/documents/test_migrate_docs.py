@@ -1,7 +1,5 @@
 """The table of docs/migrate-from-horovod.md has all names."""
 
-from __future__ import annotations
-
 import re
 
 from launcher import ROOT

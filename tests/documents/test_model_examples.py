@@ -1,7 +1,5 @@
 """The programs about parts of models and many models, run as people would run them."""
 
-from __future__ import annotations
-
 import os
 import re
 import shutil

@@ -1,7 +1,5 @@
 """docs/how-to/notebooks.md runs as a notebook, and a kernel can be interrupted."""
 
-from __future__ import annotations
-
 import re
 import time
 from pathlib import Path

@@ -1,7 +1,5 @@
 """Programs of examples/ and of pages run as one process, without mpirun, by the same arguments."""
 
-from __future__ import annotations
-
 import os
 import re
 import shlex

@@ -1,7 +1,5 @@
 """The example of parameter servers, and that of docs/parameter-server.md, run as users would."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

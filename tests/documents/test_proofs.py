@@ -1,7 +1,5 @@
 """docs/proofs.md has a row for every page; tests and names that pages speak of are there."""
 
-from __future__ import annotations
-
 import re
 
 from launcher import ROOT

@@ -1,7 +1,5 @@
 """The table of docs/reliability.md is that of the measurements."""
 
-from __future__ import annotations
-
 import sys
 
 from launcher import ROOT, run

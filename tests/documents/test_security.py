@@ -1,7 +1,5 @@
 """What SECURITY.md says is never unpickled is not."""
 
-from __future__ import annotations
-
 import ast
 
 from launcher import ROOT

@@ -1,7 +1,5 @@
 """Models of PyTorch and JAX whose steps a strategy makes, as the examples show."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

@@ -1,7 +1,5 @@
 """The example that serves single queries by whichever replica is free."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

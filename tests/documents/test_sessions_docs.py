@@ -1,7 +1,5 @@
 """The table of hooks of docs/sessions.md is true."""
 
-from __future__ import annotations
-
 import re
 
 from launcher import ROOT

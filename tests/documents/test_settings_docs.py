@@ -1,7 +1,5 @@
 """The page of settings has every variable that is read, with its default."""
 
-from __future__ import annotations
-
 import re
 
 from collectives.core import settings

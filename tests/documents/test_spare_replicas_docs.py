@@ -1,7 +1,5 @@
 """The program of docs/spare-replicas.md learns."""
 
-from __future__ import annotations
-
 import importlib.util
 
 import numpy as np

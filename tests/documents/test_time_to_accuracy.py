@@ -1,7 +1,5 @@
 """The example that trains to an accuracy by all-reduce and with a parameter server."""
 
-from __future__ import annotations
-
 import re
 
 from launcher import ROOT, mpirun

@@ -1,7 +1,5 @@
 """Programs of the first page, of the tutorials and of short answers print what is shown there."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs for torchrun and for Horovod that run as they are."""
 
-from __future__ import annotations
-
 import sys
 from textwrap import dedent
 

@@ -1,7 +1,5 @@
 """Jobs whose ranks die on purpose, under `mpirun --with-ft ulfm`, and what they say of it."""
 
-from __future__ import annotations
-
 from victims import FAULT_TOLERANT
 
 from launcher import ROOT, mpirun, written

@@ -1,7 +1,5 @@
 """The batch system asks a job to stop while those that live recover, and spare ranks come in."""
 
-from __future__ import annotations
-
 import pytest
 from elastic_jobs import of_kind, start
 from victims import needs_fault_tolerance

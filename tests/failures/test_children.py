@@ -1,7 +1,5 @@
 """Children of ranks are not ranks: forked, spawned, and started as programs."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """What a ps learns when the tasks that train die, each in an mpirun of its own."""
 
-from __future__ import annotations
-
 import pytest
 import victims
 from victims import FAULT_TOLERANT

@@ -1,7 +1,5 @@
 """Dropped and closed groups, arrays and optimizers leave no files, maps, threads or memory."""
 
-from __future__ import annotations
-
 from launcher import mpirun
 from requirements import needs
 

@@ -1,7 +1,5 @@
 """Ranks die while they train, and those that live train on from the last commit."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

@@ -1,7 +1,5 @@
 """Ranks whose programs end while others go on, each job in an mpirun of its own."""
 
-from __future__ import annotations
-
 import itertools
 import re
 

@@ -1,7 +1,5 @@
 """Memory stays as it is, however many calls are made, and however large a table in parts is."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Programs that go wrong, each in an mpirun of its own with a wall-clock limit."""
 
-from __future__ import annotations
-
 import itertools
 import re
 import shutil

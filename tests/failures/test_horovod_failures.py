@@ -1,7 +1,5 @@
 """Horovod's names where a rank does not come, has ended, or is killed: an error on all others."""
 
-from __future__ import annotations
-
 import json
 import re
 

@@ -1,7 +1,5 @@
 """A rank that waits is interrupted, by Ctrl-C or a signal handler: the error comes out as it is."""
 
-from __future__ import annotations
-
 import pytest
 
 from launcher import mpirun

@@ -1,7 +1,5 @@
 """Jobs whose ranks are killed at chosen and at random moments of `run_elastic`."""
 
-from __future__ import annotations
-
 import pytest
 from kill_schedules import Event, Schedule, drawn, run
 from victims import needs_fault_tolerance

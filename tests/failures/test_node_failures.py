@@ -1,7 +1,5 @@
 """Ranks that die or stop while the others wait for them in shared memory, where nobody sends."""
 
-from __future__ import annotations
-
 import json
 import os
 

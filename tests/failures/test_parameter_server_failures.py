@@ -1,7 +1,5 @@
 """Workers, ps tasks and coordinators that die or stop, each test in an mpirun of its own."""
 
-from __future__ import annotations
-
 import pytest
 import victims
 

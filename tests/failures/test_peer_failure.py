@@ -1,7 +1,5 @@
 """Ranks that are killed, stopped or interrupted, each in an mpirun of its own."""
 
-from __future__ import annotations
-
 import os
 import re
 import signal

@@ -1,7 +1,5 @@
 """`send` and `recv` among ranks of which one is killed, each in an mpirun of its own."""
 
-from __future__ import annotations
-
 import pytest
 from test_peer_failure import (
     MESSAGES,

@@ -1,7 +1,5 @@
 """A rank is killed while all write a checkpoint: the one before holds, and the next is written."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

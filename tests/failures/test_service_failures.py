@@ -1,7 +1,5 @@
 """Tasks that die, stop or leave while others use their queues, each in an mpirun of its own."""
 
-from __future__ import annotations
-
 import pytest
 import victims
 from victims import FAULT_TOLERANT

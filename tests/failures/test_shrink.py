@@ -1,7 +1,5 @@
 """Ranks die, and those that live go on as a smaller communicator."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

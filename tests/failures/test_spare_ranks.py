@@ -1,7 +1,5 @@
 """Spare ranks train in the place of dead ones: as many as before, with the bits of no death."""
 
-from __future__ import annotations
-
 import hashlib
 import re
 import sys

@@ -1,7 +1,5 @@
 """Spare ranks beside deaths in the first commit, errors while a state is handed on, and exits."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """Workers and chiefs that die or stop while others train, each in an mpirun of its own."""
 
-from __future__ import annotations
-
 import pytest
 import victims
 from victims import FAULT_TOLERANT

@@ -1,7 +1,5 @@
 """A killed job is started again, and ends with the bits of one that nobody has disturbed."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

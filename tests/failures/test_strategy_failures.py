@@ -1,7 +1,5 @@
 """Replicas on ranks that are killed, each in an mpirun of its own."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

@@ -1,7 +1,5 @@
 """What works, and what says why it does not, where MPI may be called by one thread only."""
 
-from __future__ import annotations
-
 import pytest
 
 from launcher import mpirun, written

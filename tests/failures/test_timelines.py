@@ -1,7 +1,5 @@
 """Timelines of real jobs: a slow rank is named, a killed job leaves readable files."""
 
-from __future__ import annotations
-
 import json
 import re
 import sys

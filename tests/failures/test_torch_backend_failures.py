@@ -1,7 +1,5 @@
 """The backend of torch.distributed where a rank is killed, and where launchers are wrong."""
 
-from __future__ import annotations
-
 import json
 import sys
 

@@ -1,7 +1,5 @@
 """Trials of the MPI library leave no processes behind, also where it hangs."""
 
-from __future__ import annotations
-
 import sys
 import time
 

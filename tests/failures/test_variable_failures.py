@@ -1,7 +1,5 @@
 """Tasks that die while others use their variables or run functions there."""
 
-from __future__ import annotations
-
 import victims
 
 from launcher import lines

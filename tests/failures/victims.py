@@ -1,7 +1,5 @@
 """Jobs in which ranks are killed, stop or leave: how they start, and what their programs share."""
 
-from __future__ import annotations
-
 import re
 
 from launcher import mpirun, mpirun_path, run, written

@@ -3,8 +3,6 @@
 They are skipped on machines without; with UNISONO_REQUIRE=gpu they fail there.
 """
 
-from __future__ import annotations
-
 import importlib
 import os
 

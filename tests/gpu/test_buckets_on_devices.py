@@ -1,7 +1,5 @@
 """Buckets on a real device: packed there, reduced, and back as views of the same memory."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """Arrays on a real device: the same properties as on the host, and the order of streams."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """DistributedOptimizer with parameters on a real device."""
 
-from __future__ import annotations
-
 import pytest
 
 import inprocess

@@ -1,7 +1,5 @@
 """Arrays on a device are saved as they are, and come back where they were."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Large arrays on a real device: kernels, slices, streams, and MPI that takes device memory."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Limits on a real device's memory; each in a process of its own, whose pool is still empty."""
 
-from __future__ import annotations
-
 import sys
 import textwrap
 

@@ -1,7 +1,5 @@
 """Grouped calls of arrays on a real device, packed there."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """NCCL on real devices: a rank on each of them, as many as there are."""
 
-from __future__ import annotations
-
 from pathlib import Path
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Strategies with variables on a real device: in step, by parameter servers, by spare replicas."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Every algorithm against the oracle; a program for all ranks of some machines."""
 
-from __future__ import annotations
-
 import sys
 from functools import partial
 

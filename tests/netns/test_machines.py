@@ -1,7 +1,5 @@
 """Several machines as network namespaces: one world, right results, a cable that is pulled."""
 
-from __future__ import annotations
-
 import fcntl
 import os
 import re

@@ -1,7 +1,5 @@
 """One machine of three fails while the digits are learnt: what each strategy promises holds."""
 
-from __future__ import annotations
-
 import re
 import threading
 

@@ -1,7 +1,5 @@
 """Spare ranks on a machine of their own take the places of the ranks of another one that fails."""
 
-from __future__ import annotations
-
 import re
 
 import pytest

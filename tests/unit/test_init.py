@@ -1,7 +1,5 @@
 """`init` with some of the processes only, and its failures."""
 
-from __future__ import annotations
-
 from launcher import mpirun, written
 
 PROGRAM = """

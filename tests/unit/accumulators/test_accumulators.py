@@ -1,7 +1,5 @@
 """Accumulators here and on another task: the same rules, and the same numbers."""
 
-from __future__ import annotations
-
 import logging
 import threading
 from concurrent.futures import ThreadPoolExecutor

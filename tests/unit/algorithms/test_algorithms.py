@@ -1,7 +1,5 @@
 """Algorithms over ranks that are threads, below the communicator."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

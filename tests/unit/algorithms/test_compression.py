@@ -1,7 +1,5 @@
 """What travels as 16 bits, what is kept of the errors, and the schedule of the compressed sum."""
 
-from __future__ import annotations
-
 import sys
 
 import ml_dtypes

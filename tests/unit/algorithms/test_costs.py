@@ -1,7 +1,5 @@
 """The cost model: what must hold whatever the constants are, and what was measured."""
 
-from __future__ import annotations
-
 import itertools
 from dataclasses import replace
 

@@ -1,7 +1,5 @@
 """Eager messages among ranks that are threads, over functions in C that stand for MPI's."""
 
-from __future__ import annotations
-
 import ctypes
 import itertools
 import threading

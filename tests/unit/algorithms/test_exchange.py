@@ -1,7 +1,5 @@
 """Slices to one rank while others come from one: how many are under way, and that all arrive."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

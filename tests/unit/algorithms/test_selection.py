@@ -1,7 +1,5 @@
 """What "auto" picks: the cost model's fastest, alike on all ranks, where it was measured to be."""
 
-from __future__ import annotations
-
 import inspect
 import itertools
 import random

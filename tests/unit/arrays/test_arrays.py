@@ -1,7 +1,5 @@
 """Arrays of every kind: how their elements are read, and what becomes of results."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """Texts of dtypes in messages."""
 
-from __future__ import annotations
-
 import gc
 import sys
 import time

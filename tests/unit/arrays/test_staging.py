@@ -1,7 +1,5 @@
 """Device arrays pass through the host in slices: the order of copies, and what may overlap."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

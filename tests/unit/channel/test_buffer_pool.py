@@ -1,7 +1,5 @@
 """Memory for frames that come goes round, and what nobody uses is let go."""
 
-from __future__ import annotations
-
 import mmap
 import weakref
 

@@ -1,7 +1,5 @@
 """Letters, doorbells and channels: messages that nobody has asked for."""
 
-from __future__ import annotations
-
 import os
 import struct
 import threading

@@ -1,7 +1,5 @@
 """What the tests of checkpoints save and how they compare it."""
 
-from __future__ import annotations
-
 import json
 import os
 import zlib

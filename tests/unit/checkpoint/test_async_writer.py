@@ -1,7 +1,5 @@
 """Checkpoints in the background: copied first, one at a time, errors handed over."""
 
-from __future__ import annotations
-
 import errno
 import gc
 import os

@@ -1,7 +1,5 @@
 """Boxes of arrays, and who writes which of them: integers."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Checkpoints: bit-exact round trips, which are kept, which is the newest."""
 
-from __future__ import annotations
-
 import json
 import os
 

@@ -1,7 +1,5 @@
 """Checkpoints when the writer dies, the disk fills up, or two want to write."""
 
-from __future__ import annotations
-
 import contextlib
 import errno
 import json

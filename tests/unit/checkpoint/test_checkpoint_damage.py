@@ -1,7 +1,5 @@
 """Checkpoints that were damaged or forged: a clear error, never wrong numbers."""
 
-from __future__ import annotations
-
 import contextlib
 import json
 import os

@@ -1,7 +1,5 @@
 """The collective side of checkpoints, with ranks as threads."""
 
-from __future__ import annotations
-
 import os
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Checkpoints behind URLs: nothing can be renamed, the manifest decides."""
 
-from __future__ import annotations
-
 import importlib
 import itertools
 import os

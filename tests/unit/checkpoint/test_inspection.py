@@ -1,7 +1,5 @@
 """`python -m strategies checkpoint show | verify | diff`."""
 
-from __future__ import annotations
-
 import json
 
 import ml_dtypes

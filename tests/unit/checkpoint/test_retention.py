@@ -1,7 +1,5 @@
 """Which checkpoints stay."""
 
-from __future__ import annotations
-
 import math
 
 import numpy as np

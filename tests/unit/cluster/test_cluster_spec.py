@@ -1,7 +1,5 @@
 """Cluster specifications, and the roles of their jobs."""
 
-from __future__ import annotations
-
 import pytest
 
 from strategies.cluster.cluster import Cluster

@@ -1,7 +1,5 @@
 """Names of devices, and the blocks that say where things belong."""
 
-from __future__ import annotations
-
 import threading
 from dataclasses import FrozenInstanceError
 

@@ -1,7 +1,5 @@
 """Which GPUs a rank sees, and how much of their memory it may take; on a double of CuPy."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace

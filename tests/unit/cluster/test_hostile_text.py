@@ -1,7 +1,5 @@
 """Whatever text comes from outside is read, or refused in words; never anything else."""
 
-from __future__ import annotations
-
 import json
 import re
 from contextlib import suppress

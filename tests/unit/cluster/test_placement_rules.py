@@ -1,7 +1,5 @@
 """The placer's rules, and device functions that spread variables over ps tasks."""
 
-from __future__ import annotations
-
 import logging
 
 import pytest

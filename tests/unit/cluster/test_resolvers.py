@@ -1,7 +1,5 @@
 """Where specifications come from: given, the environment, unions, Slurm."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

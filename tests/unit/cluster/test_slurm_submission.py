@@ -1,7 +1,5 @@
 """The batch script that `python -m strategies submit` writes."""
 
-from __future__ import annotations
-
 import os
 import subprocess
 import sys

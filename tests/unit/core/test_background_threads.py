@@ -1,7 +1,5 @@
 """Background threads and exit hooks: start, stop, exit, fork."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Sums and means of gradients, dense or of a few rows, and whether one fits its variable."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

@@ -1,7 +1,5 @@
 """What links cost: settings, the file of `tune`, defaults; one answer on all ranks."""
 
-from __future__ import annotations
-
 import json
 import math
 import os

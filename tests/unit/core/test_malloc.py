@@ -1,7 +1,5 @@
 """Memory of gradients that the C library keeps, in a process of its own: it cannot be undone."""
 
-from __future__ import annotations
-
 import sys
 
 import launcher

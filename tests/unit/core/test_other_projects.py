@@ -1,7 +1,5 @@
 """Other projects called `collectives` or `strategies` are named, with the remedy."""
 
-from __future__ import annotations
-
 import shutil
 import sys
 

@@ -1,7 +1,5 @@
 """More threads than cores: what counts, and who says so."""
 
-from __future__ import annotations
-
 import os
 import sys
 from types import SimpleNamespace

@@ -1,7 +1,5 @@
 """Exit handlers: every one is called, whatever an earlier one raises."""
 
-from __future__ import annotations
-
 import pytest
 
 from collectives.core import process_hooks

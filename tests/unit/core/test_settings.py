@@ -1,7 +1,5 @@
 """Environment variables: defaults, types, and errors that name them."""
 
-from __future__ import annotations
-
 import re
 from pathlib import Path
 

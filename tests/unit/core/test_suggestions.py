@@ -1,7 +1,5 @@
 """Names of other libraries: the error names ours."""
 
-from __future__ import annotations
-
 import pytest
 
 import collectives as cc

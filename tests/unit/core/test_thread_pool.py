@@ -1,7 +1,5 @@
 """Thread pools: order, limit, idle threads, forked children."""
 
-from __future__ import annotations
-
 import os
 import threading
 

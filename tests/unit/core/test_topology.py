@@ -1,7 +1,5 @@
 """Schedules as integers, for 1 to 33 ranks, without sending anything."""
 
-from __future__ import annotations
-
 import math
 import re
 

@@ -1,7 +1,5 @@
 """What torch.compile leaves alone, whichever is imported first."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Uncaught errors of ours are shown without frames of libraries; other errors keep all frames."""
 
-from __future__ import annotations
-
 import sys
 import traceback
 from types import SimpleNamespace

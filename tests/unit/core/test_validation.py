@@ -1,7 +1,5 @@
 """What is checked of numbers and words that users give."""
 
-from __future__ import annotations
-
 from typing import Literal
 
 import numpy as np

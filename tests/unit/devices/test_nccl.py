@@ -1,7 +1,5 @@
 """Algorithm `nccl`: arrays of devices stay there. A double stands for CuPy, and for its NCCL."""
 
-from __future__ import annotations
-
 import sys
 
 import ml_dtypes

@@ -1,7 +1,5 @@
 """Who trains and who is spare, whoever dies: by ranks that each decide for themselves."""
 
-from __future__ import annotations
-
 from hypothesis import given, settings
 from hypothesis import strategies as st
 

@@ -1,7 +1,5 @@
 """Faults on purpose, and what is written down of them."""
 
-from __future__ import annotations
-
 import json
 import sys
 

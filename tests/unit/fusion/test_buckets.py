@@ -1,7 +1,5 @@
 """How many arrays are grouped and cut: pure integers; and when memory of results is used again."""
 
-from __future__ import annotations
-
 import itertools
 import sys
 

@@ -1,7 +1,5 @@
 """The examples from which people learn queues, with their numbers, built from the single parts."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from contextlib import suppress

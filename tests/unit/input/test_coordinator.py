@@ -1,7 +1,5 @@
 """Coordinator and LooperThread: stopping threads and hearing of their errors."""
 
-from __future__ import annotations
-
 import sys
 import threading
 import traceback

@@ -1,7 +1,5 @@
 """Damaged files of all kinds give documented errors and take little memory; see `damage.py`."""
 
-from __future__ import annotations
-
 import json
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """decode_csv: what counts as which value, errors, and the compiled loop against the exact way."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from hypothesis import example, given, settings

@@ -1,7 +1,5 @@
 """Opening files: patterns, packed files of several kinds, URLs, and what can be wrong."""
 
-from __future__ import annotations
-
 import gzip
 import os
 import sys

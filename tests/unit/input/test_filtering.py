@@ -1,7 +1,5 @@
 """maybe_batch and its relatives."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

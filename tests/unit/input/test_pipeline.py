@@ -1,7 +1,5 @@
 """Whole pipelines, from functions that read and from CSV files."""
 
-from __future__ import annotations
-
 import csv as standard_csv
 import gc
 import gzip

@@ -1,7 +1,5 @@
 """Pipelines that go on inside an epoch, with the batches that an undisturbed run has there."""
 
-from __future__ import annotations
-
 import json
 import threading
 

@@ -1,7 +1,5 @@
 """Reading ahead in a thread: how far, in which order, errors, and early ends."""
 
-from __future__ import annotations
-
 import threading
 import traceback
 from itertools import count

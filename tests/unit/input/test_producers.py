@@ -1,7 +1,5 @@
 """Sources of elements, epoch after epoch."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor

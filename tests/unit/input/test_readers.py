@@ -1,7 +1,5 @@
 """Readers: from file names in a queue to records of all formats but TFRecord."""
 
-from __future__ import annotations
-
 import gc
 import gzip
 import json

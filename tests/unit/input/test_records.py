@@ -1,7 +1,5 @@
 """TFRecord files: the frame to the byte, damage of every kind, and what is checked first."""
 
-from __future__ import annotations
-
 import gzip
 import struct
 import sys

@@ -1,7 +1,5 @@
 """QueueRunner, start_queue_runners and the producer of file names."""
 
-from __future__ import annotations
-
 import sys
 import threading
 from collections import Counter

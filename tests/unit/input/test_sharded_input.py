@@ -1,7 +1,5 @@
 """Each record once per epoch, whatever the number of ranks and however often it is interrupted."""
 
-from __future__ import annotations
-
 import json
 from collections import Counter
 from itertools import islice

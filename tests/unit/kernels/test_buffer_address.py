@@ -1,7 +1,5 @@
 """What compiled code sees in NumPy's arrays is what Python sees."""
 
-from __future__ import annotations
-
 import ml_dtypes
 import numpy as np
 import pytest

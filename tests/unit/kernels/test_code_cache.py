@@ -1,7 +1,5 @@
 """The code cache: its folders, the age of its files, and which owners and modes it accepts."""
 
-from __future__ import annotations
-
 import os
 import stat
 import time

@@ -1,7 +1,5 @@
 """Copies between addresses: every byte, and none beside, wherever both begin and however few."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from numba import njit

@@ -1,7 +1,5 @@
 """The text of the device kernels, compiled for the host: the same bits as the host's loops."""
 
-from __future__ import annotations
-
 import ctypes
 import shutil
 import subprocess

@@ -1,7 +1,5 @@
 """Casts and sums of 16-bit floats: bit for bit, at every number where a rounding could go wrong."""
 
-from __future__ import annotations
-
 import importlib.util
 import os
 import re

@@ -1,7 +1,5 @@
 """Blocks of 8 bits a number: as NumPy makes them, at every number where it could go wrong."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -3,8 +3,6 @@
 `.ci/processors` repeats the test of NaNs with the code of other processors.
 """
 
-from __future__ import annotations
-
 import ctypes
 import re
 

@@ -1,7 +1,5 @@
 """Machine code is kept on disk, stands alone, and no process runs what was made of another text."""
 
-from __future__ import annotations
-
 import ctypes
 import os
 import subprocess

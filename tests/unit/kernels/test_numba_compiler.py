@@ -1,7 +1,5 @@
 """What is compiled is kept on disk, and no process gets code that was meant for another."""
 
-from __future__ import annotations
-
 import contextlib
 import importlib
 import itertools

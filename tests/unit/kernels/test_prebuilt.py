@@ -1,7 +1,5 @@
 """Compiled code that comes with the package: the same bits, without numba, and never foreign."""
 
-from __future__ import annotations
-
 import os
 import shutil
 import struct

@@ -1,7 +1,5 @@
 """Code that several processes have kept: one symbol never stands for two codes."""
 
-from __future__ import annotations
-
 import re
 import sys
 

@@ -1,7 +1,5 @@
 """The launch guard and Open MPI's settings, from environments written down here."""
 
-from __future__ import annotations
-
 import re
 import subprocess
 import sys

@@ -1,7 +1,5 @@
 """`strategies.launch`: functions of this process on new ranks."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

@@ -1,7 +1,5 @@
 """Structures in shared memory: which fields share cache lines, and how Python sees them."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

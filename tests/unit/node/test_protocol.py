@@ -1,7 +1,5 @@
 """Tests for the protocol of ranks that share memory: a model of it, in every order of its steps."""
 
-from __future__ import annotations
-
 import ast
 import inspect
 import io

@@ -1,7 +1,5 @@
 """How a rank stores what calls bring it: compared by their times, call by call, with equal bits."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

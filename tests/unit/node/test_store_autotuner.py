@@ -1,7 +1,5 @@
 """How a rank fills slots: by the place that single lines tell, and what calls there have shown."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

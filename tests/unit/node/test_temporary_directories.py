@@ -1,7 +1,5 @@
 """Folders in memory: removed by their maker, or by the next maker if it was killed; no others."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

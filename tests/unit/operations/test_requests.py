@@ -1,7 +1,5 @@
 """Requests and the thread that carries them out, over a stand-in for a communicator."""
 
-from __future__ import annotations
-
 import gc
 import math
 import os

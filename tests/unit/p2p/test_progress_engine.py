@@ -1,7 +1,5 @@
 """Messages of two ranks that a signal interrupts while they are handed over."""
 
-from __future__ import annotations
-
 from types import SimpleNamespace
 
 import pytest

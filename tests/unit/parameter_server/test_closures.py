@@ -1,7 +1,5 @@
 """The queue of a coordinator's calls, without workers."""
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 

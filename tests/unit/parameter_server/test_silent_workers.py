@@ -1,7 +1,5 @@
 """A coordinator that fails while a worker is silent."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

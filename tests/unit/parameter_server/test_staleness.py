@@ -1,7 +1,5 @@
 """How stale gradients are judged, and where parts of variables lie."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

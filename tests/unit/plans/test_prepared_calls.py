@@ -1,7 +1,5 @@
 """Plans that the first call keeps and later ones run, by messages and in shared memory."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

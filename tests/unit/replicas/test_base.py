@@ -1,7 +1,5 @@
 """Scopes and contexts of strategies, in one process."""
 
-from __future__ import annotations
-
 import re
 import threading
 

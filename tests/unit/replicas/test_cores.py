@@ -1,7 +1,5 @@
 """Replicas that begin on one core move apart, those on different ones stay."""
 
-from __future__ import annotations
-
 import os
 import threading
 

@@ -1,7 +1,5 @@
 """Replicas of one process, without MPI."""
 
-from __future__ import annotations
-
 import threading
 
 import ml_dtypes

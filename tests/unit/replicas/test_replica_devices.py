@@ -1,7 +1,5 @@
 """Which devices there are, and what works on them."""
 
-from __future__ import annotations
-
 import subprocess
 import sys
 import threading

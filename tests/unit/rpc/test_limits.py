@@ -1,7 +1,5 @@
 """Limits that the environment sets, in a process that begins with them."""
 
-from __future__ import annotations
-
 import json
 import sys
 

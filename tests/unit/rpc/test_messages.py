@@ -1,7 +1,5 @@
 """What travels between tasks: every value comes back as it was, and damage is an error."""
 
-from __future__ import annotations
-
 import random
 
 import ml_dtypes

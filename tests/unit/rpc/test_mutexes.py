@@ -1,7 +1,5 @@
 """Locks that live on a task: who has them, who waits, and what becomes of them."""
 
-from __future__ import annotations
-
 import threading
 
 import pytest

@@ -1,7 +1,5 @@
 """Services of two tasks that are threads: silence, late answers, and things of any kind."""
 
-from __future__ import annotations
-
 import logging
 import threading
 import time

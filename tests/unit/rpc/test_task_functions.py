@@ -1,7 +1,5 @@
 """Functions on tasks: cancelled, late, many, and with errors of all kinds."""
 
-from __future__ import annotations
-
 import os
 import signal
 import threading

@@ -1,7 +1,5 @@
 """Every new checkpoint is scored once."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """Hooks of a session: their order, and what each does."""
 
-from __future__ import annotations
-
 import io
 import logging
 import math

@@ -1,7 +1,5 @@
 """Metrics, the loss curve, and progress on terminals and elsewhere."""
 
-from __future__ import annotations
-
 import builtins
 import io
 import json

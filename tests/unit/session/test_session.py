@@ -1,7 +1,5 @@
 """A session of one process: from the beginning to the end, whatever comes between."""
 
-from __future__ import annotations
-
 import os
 import signal
 import subprocess

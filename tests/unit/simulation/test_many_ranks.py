@@ -4,8 +4,6 @@ Sums of integers are exact in any order: a contribution that is missing or comes
 are maxima of floats.
 """
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 from wrong_steps import (

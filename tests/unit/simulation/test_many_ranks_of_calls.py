@@ -5,8 +5,6 @@ Numbers are such that nothing is rounded on the way: a contribution that is miss
 shows.
 """
 
-from __future__ import annotations
-
 from functools import partial
 
 import numpy as np

@@ -1,7 +1,5 @@
 """What Python takes for an algorithm besides its messages."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Simulated ranks: their clock, what they share, and what goes wrong there."""
 
-from __future__ import annotations
-
 import dataclasses
 
 import numpy as np

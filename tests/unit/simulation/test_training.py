@@ -1,7 +1,5 @@
 """Steps of many replicas on a virtual clock, against arithmetic."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

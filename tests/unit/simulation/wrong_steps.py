@@ -3,8 +3,6 @@
 Each takes a function of `collectives.core.topology` and returns one that stands for it.
 """
 
-from __future__ import annotations
-
 
 def wrong_halving(halving):
     def steps(rank, size):

@@ -1,7 +1,5 @@
 """`collectives.testing`: functions on ranks that are threads, and pytest's fixture."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

@@ -1,7 +1,5 @@
 """`bench` beside PyTorch's Gloo: every operation runs, and a dtype it lacks is refused by name."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Benchmarks in C compile without a warning, and wait for nobody without a limit."""
 
-from __future__ import annotations
-
 import platform
 import re
 import shutil

@@ -1,7 +1,5 @@
 """`python -m collectives`: the commands as a user types them, and checks that must fail."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """Tests for `benchmarks/model.py` on what it has measured before."""
 
-from __future__ import annotations
-
 import importlib
 import json
 import sys

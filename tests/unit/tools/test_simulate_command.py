@@ -1,7 +1,5 @@
 """`python -m collectives simulate`: its table, its picture, and what it refuses."""
 
-from __future__ import annotations
-
 import sys
 
 import pytest

@@ -1,7 +1,5 @@
 """Timelines of several ranks as one: clocks, who waited for whom, files that are not whole."""
 
-from __future__ import annotations
-
 import json
 
 import pytest

@@ -1,7 +1,5 @@
 """Measuring: what is fitted to times, and all of it among ranks that are threads."""
 
-from __future__ import annotations
-
 import itertools
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Where calls come from: through frames of ours, and for a thread that works for another one."""
 
-from __future__ import annotations
-
 import sys
 import threading
 

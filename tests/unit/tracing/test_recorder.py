@@ -1,7 +1,5 @@
 """What is recorded of operations, and when and where it is written."""
 
-from __future__ import annotations
-
 import json
 import os
 import re

@@ -1,7 +1,5 @@
 """The file of a timeline: what is in it, whatever becomes of the process and of the disk."""
 
-from __future__ import annotations
-
 import json
 import logging
 import os

@@ -1,7 +1,5 @@
 """How a wait is spent: what is asked of the clock, and what is slept."""
 
-from __future__ import annotations
-
 import itertools
 
 import pytest

@@ -1,7 +1,5 @@
 """Signs of life between processes: forks of the test, each a rank."""
 
-from __future__ import annotations
-
 import os
 import signal
 import time

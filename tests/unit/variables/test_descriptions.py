@@ -1,7 +1,5 @@
 """Optimizers and functions as words, and back."""
 
-from __future__ import annotations
-
 import copy
 import math
 

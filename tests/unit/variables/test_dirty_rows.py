@@ -1,7 +1,5 @@
 """Which rows an answer has to bring."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

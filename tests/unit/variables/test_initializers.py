@@ -1,7 +1,5 @@
 """First values of variables are the same however the variable is cut."""
 
-from __future__ import annotations
-
 import doctest
 import itertools
 

@@ -1,7 +1,5 @@
 """Moving averages of variables, of this process and of strategies."""
 
-from __future__ import annotations
-
 import doctest
 import sys
 

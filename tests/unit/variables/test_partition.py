@@ -1,7 +1,5 @@
 """How many parts a variable has: TensorFlow's numbers, and the rules for all."""
 
-from __future__ import annotations
-
 import numpy as np
 import pytest
 

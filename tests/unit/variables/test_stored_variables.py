@@ -1,7 +1,5 @@
 """A variable at its task: when memory is copied, who waits for whom, and what is let go of."""
 
-from __future__ import annotations
-
 import gc
 import threading
 import weakref

@@ -1,7 +1,5 @@
 """Variables that change together, with one version."""
 
-from __future__ import annotations
-
 import threading
 import time
 
