@@ -1,7 +1,5 @@
 """The same behaviour of a queue here and of a queue on another rank; and what ranks share."""
 
-from __future__ import annotations
-
 import contextlib
 import threading
 from collections import Counter
@@ -20,12 +18,7 @@ from strategies.errors import (
     OpError,
     OutOfRangeError,
 )
-from strategies.queues.queue_types import (
-    FIFOQueue,
-    PaddingFIFOQueue,
-    PriorityQueue,
-    RandomShuffleQueue,
-)
+from strategies.queues.queue_types import FIFOQueue, PriorityQueue, RandomShuffleQueue
 from strategies.queues.remote import shared_queue
 from strategies.queues.shared_files import shared_files, shared_range
 from strategies.rpc.registry import container
@@ -150,52 +143,6 @@ def shapes_may_be_unknown(make):
     assert (type(number), number, text) == (F32, 1.5, "single")
     with pytest.raises(InvalidArgumentError, match="specified shapes"):
         queue.dequeue_many(0)
-
-
-@behaviour
-def elements_may_be_dicts(make):
-    queue = make(FIFOQueue, 4, [F32, str], [(), ()], names=["x", "label"])
-    queue.enqueue({"x": 1.0, "label": "one"})
-    queue.enqueue_many({"x": [2.0, 3.0], "label": ["two", "three"]})
-    assert queue.dequeue() == {"x": 1.0, "label": "one"}
-    assert queue.dequeue_many(2)["label"].tolist() == ["two", "three"]
-    assert queue.names == ("x", "label")
-
-
-@behaviour
-def a_padding_queue_pads(make):
-    queue = make(PaddingFIFOQueue, 10, [np.int32, str], [(None, 2), (None,)])
-    for n in (1, 3, 2):
-        queue.enqueue((np.full((n, 2), n, np.int32), ["t"] * n))
-    numbers, texts = queue.dequeue_many(2)
-    assert numbers[:, :, 0].tolist() == [[1, 0, 0], [3, 3, 3]]
-    assert texts.tolist() == [["t", "", ""], ["t", "t", "t"]]
-    assert queue.dequeue()[0].shape == (2, 2)
-
-
-@behaviour
-def a_priority_queue_sorts(make):
-    queue = make(PriorityQueue, 10, str, [()])
-    queue.enqueue_many((np.array([3, 1, 2]), ["c", "a", "b"]))
-    assert queue.dequeue()[1] == "a"
-    assert queue.dequeue_many(2)[1].tolist() == ["b", "c"]
-
-
-@behaviour
-def a_shuffling_queue_keeps_some_and_follows_its_seed(make):
-    orders = []
-    for _ in range(2):
-        queue = make(RandomShuffleQueue, 30, 10, F32, [()], seed=3)
-        queue.enqueue_many((np.arange(22, dtype=F32),))
-        orders.append([*queue.dequeue_many(5), *queue.dequeue_many(5)])
-        assert queue.size() == 12
-        with pytest.raises(DeadlineExceededError):
-            queue.dequeue_many(5, timeout=0.01)
-        assert queue.size() == 12
-        queue.close()
-        orders[-1] += queue.dequeue_many(12).tolist()
-    assert orders[0] == orders[1] != sorted(orders[0])
-    assert sorted(orders[0]) == list(range(22))
 
 
 @behaviour

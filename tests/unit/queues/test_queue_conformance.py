@@ -5,8 +5,6 @@ is the fixture to replace. Threads that must be seen to wait are watched through
 other operations that can only succeed because they wait.
 """
 
-from __future__ import annotations
-
 import threading
 from collections import Counter
 from concurrent.futures import ThreadPoolExecutor
@@ -94,8 +92,8 @@ def waits(future):
     return True
 
 
-def fails(error, function, *args, **options):
-    with pytest.raises(error):
+def fails(error, function, *args, match=None, **options):
+    with pytest.raises(error, match=match):
         function(*args, **options)
 
 
@@ -106,13 +104,6 @@ def test_size_after_enqueue_and_dequeue(numbers):
     sizes.append(queue.size())
     assert queue.take() == 1
     assert [*sizes, queue.size()] == [0, 1, 0]
-
-
-def test_several_dequeues_return_a_permutation(numbers, pool):
-    queue = numbers()
-    queue.put_many([10, 20, 30])
-    got = [future.result(LIMIT) for future in [pool.submit(queue.take) for _ in range(3)]]
-    assert sorted(got) == [10, 20, 30]
 
 
 def test_enqueue_many_repeats_in_order(numbers):
@@ -138,14 +129,6 @@ def test_nothing(numbers):
     fails(ValueError, queue.take_many, -1)
 
 
-def test_number_of_a_batch_may_come_from_a_queue(numbers):
-    queue, sizes = numbers(), numbers()
-    queue.put_many([1, 2, 3, 4])
-    sizes.put(3)
-    assert len(queue.take_many(sizes.take())) == 3
-    assert queue.size() == 1
-
-
 @pytest.mark.parametrize("put_many", [False, True])
 @pytest.mark.parametrize("take_many", [False, True])
 def test_parallel_enqueue_and_dequeue(numbers, pool, put_many, take_many):
@@ -167,8 +150,10 @@ def test_parallel_enqueue_and_dequeue(numbers, pool, put_many, take_many):
 
     puts = [pool.submit(put, each * index) for index in range(threads)]
     takes = [pool.submit(take) for _ in range(threads)]
-    got = Counter(value for future in takes for value in future.result(LIMIT))
-    assert got == Counter(range(each * threads))
+    batches = [future.result(LIMIT) for future in takes]
+    assert Counter(value for batch in batches for value in batch) == Counter(range(each * threads))
+    if put_many and take_many and queue.kind in ("fifo", "padding"):  # rows stay together
+        assert all(batch == list(range(batch[0], batch[0] + each)) for batch in batches)
     assert [future.result(LIMIT) for future in puts] == [None] * threads
     assert queue.size() == 0
 
@@ -237,15 +222,6 @@ def test_a_dequeue_waits_until_there_is_enough(numbers, pool):
     assert single.result(LIMIT) == 5
 
 
-def test_a_big_dequeue_passes_through_a_small_queue(numbers, pool):
-    queue = numbers(2)
-    future = pool.submit(queue.take_many, 4)
-    for value in range(4):
-        assert not future.done()
-        queue.put(value, timeout=LIMIT)
-    assert queue.same(future.result(LIMIT), range(4))
-
-
 def test_a_big_enqueue_ends_with_the_fifth_dequeue(numbers, pool):
     queue = numbers(5)
     future = pool.submit(queue.put_many, range(10))
@@ -259,27 +235,16 @@ def test_a_big_enqueue_ends_with_the_fifth_dequeue(numbers, pool):
     assert queue.same(got + queue.take_many(5), range(10))
 
 
-def test_rows_of_a_blocked_enqueue_many_become_visible_one_by_one(numbers, pool):
-    queue = numbers(4)
-    queue.put_many([1, 2, 3, 4])
-    future = pool.submit(queue.put_many, [5, 6])
-    assert waits(future)
-    first = queue.take()
-    assert waits(future)
-    got = [first, queue.take()]
-    future.result(LIMIT)
-    assert queue.same(got + queue.take_many(4), range(1, 7))
-
-
 def test_closed_queue(numbers):
     queue = numbers()
     queue.put_many([1, 2, 3])
     queue.close()
     assert queue.is_closed()
-    fails(CancelledError, queue.put, 4)
-    fails(CancelledError, queue.put_many, [4, 5])
-    fails(CancelledError, queue.close)
-    queue.close(cancel_pending_enqueues=True)
+    fails(CancelledError, queue.put, 4, match="closed")
+    fails(CancelledError, queue.put_many, [4, 5], match="closed")
+    fails(CancelledError, queue.close, match="closed")
+    for _ in range(2):
+        queue.close(cancel_pending_enqueues=True)
     assert queue.same([queue.take() for _ in range(3)], [1, 2, 3])
     fails(OutOfRangeError, queue.take)
     fails(OutOfRangeError, queue.take_many, 1)
@@ -301,7 +266,8 @@ def test_a_partial_batch_is_restored(numbers, pool):
     future = pool.submit(queue.take_many, 4)
     assert waits(future)
     queue.close()
-    assert isinstance(future.exception(LIMIT), OutOfRangeError)
+    why = r"insufficient elements \(requested 4, current size 3"
+    fails(OutOfRangeError, future.result, LIMIT, match=why)
     assert queue.same([queue.take() for _ in range(3)], [1, 2, 3])
     assert queue.size() == 0
 
@@ -334,6 +300,8 @@ def test_pending_enqueues_survive_a_plain_close(numbers, pool):
     assert waits(closing)
     assert not queue.is_closed()
     fails(CancelledError, queue.put, 5)
+    fails(CancelledError, queue.close)
+    queue.put_many([])
     assert queue.same(queue.take_many(3) + queue.take_up_to(3), [1, 2, 3, 4])
     assert entering.result(LIMIT) is closing.result(LIMIT) is None
     assert queue.is_closed()
@@ -350,28 +318,18 @@ def test_a_cancelling_close_ends_pending_enqueues(numbers, pool):
     assert queue.same(queue.take_up_to(9), [1, 2, 3, 4])
 
 
-def test_the_end_of_the_process_cancels_every_blocked_call(numbers, pool):
-    empty, full = numbers(), numbers(1)
-    full.put(1)
-    futures = [pool.submit(empty.take), pool.submit(empty.take_many, 2)]
-    futures += [pool.submit(full.put, 2), pool.submit(full.put_many, [2, 3])]
-    assert all(waits(future) for future in futures)
-    empty.cancel_pending()
-    full.cancel_pending()
-    for future in futures:
-        error = future.exception(LIMIT)
-        assert isinstance(error, CancelledError)
-        assert "was cancelled" in str(error)
-
-
 def test_a_deadline_leaves_the_queue_usable(numbers):
     queue = numbers(2)
-    fails(DeadlineExceededError, queue.take, timeout=0.01)
-    queue.put_many([1, 2])
-    fails(DeadlineExceededError, queue.put, 3, timeout=0.01)
+    why = "not finished after 0.01 s"
+    fails(DeadlineExceededError, queue.take, timeout=0.01, match=why)
+    fails(DeadlineExceededError, queue.take_many, 1, timeout=0.01, match=why)
+    queue.put_many([1, 2], timeout=LIMIT)
+    fails(DeadlineExceededError, queue.put, 3, timeout=0)
     fails(DeadlineExceededError, queue.take_many, 3, timeout=0.01)
+    for timeout in (-1, float("nan")):
+        fails(ValueError, queue.take, timeout=timeout, match="timeout")
     assert queue.size() == 2
-    assert queue.same(queue.take_many(2), [1, 2])
+    assert queue.same(queue.take_many(2, timeout=1e300), [1, 2])
 
 
 def test_polling_the_size_changes_nothing(numbers, pool):
@@ -391,68 +349,12 @@ def test_polling_the_size_changes_nothing(numbers, pool):
     polling.result(LIMIT)
 
 
-def test_feeding_a_queue_from_itself(numbers):
-    queue = numbers()
-    queue.put(0)
-    for _ in range(50):
-        queue.put(queue.take() + 1)
-        assert queue.size() == 1
-    assert queue.take() == 50
-
-
 def test_wrong_values_leave_the_queue_as_it_was(numbers):
     queue = numbers()
     fails(InvalidArgumentError, queue.queue.enqueue, (np.arange(2),) * len(queue.queue.dtypes))
     fails(ValueError, queue.queue.enqueue, {"x": 1})
     fails(ValueError, queue.queue.enqueue, (1, 1, 1))
     assert queue.size() == 0
-
-
-# Shuffling.
-
-
-def test_the_third_batch_of_the_chapter_waits(make, pool):
-    """22 numbers, of which 10 must stay: 5 leave 17, 5 leave 12, and 5 more are not to be had."""
-    queue = make(RandomShuffleQueue, 50, 10, "float32", [()], seed=1)
-    values = np.arange(22, dtype=np.float32)
-    queue.enqueue_many((values,))
-    got, sizes = [], []
-    for _ in range(2):
-        got += queue.dequeue_many(5).tolist()
-        sizes.append(queue.size())
-    assert sizes == [17, 12]
-    third = pool.submit(queue.dequeue_many, 5)
-    assert waits(third)
-    assert queue.size() == 10
-    queue.enqueue_many((values[:2] + 100,))
-    assert waits(third)
-    queue.enqueue(np.float32(102))
-    got += third.result(LIMIT).tolist()
-    queue.close()
-    got += queue.dequeue_many(10).tolist()
-    assert sorted(got) == [*values.tolist(), 100, 101, 102]
-
-
-def test_a_close_ends_the_wait_for_the_minimum(make, pool):
-    queue = make(RandomShuffleQueue, 5, 2, "int64", [()])
-    queue.enqueue_many(([1, 2, 3, 4],))
-    future = pool.submit(queue.dequeue_up_to, 3)
-    assert waits(future)
-    queue.close()
-    assert len(future.result(LIMIT)) == 3
-    assert len(queue.dequeue_up_to(3)) == 1
-
-
-def test_explicit_seeds_decide_the_order(make):
-    def order(seed):
-        queue = make(RandomShuffleQueue, 100, 0, "int64", [()], seed=seed)
-        queue.enqueue_many((np.arange(100),))
-        return queue.dequeue_many(50).tolist() + [int(queue.dequeue()) for _ in range(50)]
-
-    first, second = order(1729), order(87539319)
-    assert sorted(first) == sorted(second) == list(range(100))
-    assert first != second
-    assert order(1729) == first
 
 
 # Priorities, with threads.

@@ -1,7 +1,5 @@
 """What only some kinds of queues do: padding, priorities, and choosing one of several."""
 
-from __future__ import annotations
-
 import tracemalloc
 
 import numpy as np

@@ -1,7 +1,5 @@
 """Any sequence of operations on any queue, against a slow model that anybody can check."""
 
-from __future__ import annotations
-
 import threading
 import time
 from collections import Counter

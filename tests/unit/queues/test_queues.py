@@ -1,14 +1,10 @@
-"""FIFOQueue and RandomShuffleQueue, without and with threads."""
-
-from __future__ import annotations
+"""FIFOQueue and RandomShuffleQueue, without threads; `test_queue_conformance` has them."""
 
 import copy
 import pickle
 import sys
 import threading
 import tracemalloc
-from collections import Counter
-from concurrent.futures import ThreadPoolExecutor
 
 import ml_dtypes
 import numpy as np
@@ -16,15 +12,13 @@ import pytest
 
 from strategies import errors
 from strategies.errors import (
-    CancelledError,
     DeadlineExceededError,
     InvalidArgumentError,
     OutOfRangeError,
 )
 from strategies.queues.queue_types import FIFOQueue, RandomShuffleQueue
-from strategies.queues.state_machine import Close, Dequeue, Enqueue
+from strategies.queues.state_machine import Dequeue, Enqueue
 
-LIMIT = 20.0  # seconds after which a test that hangs fails
 F32 = np.float32
 
 
@@ -37,12 +31,6 @@ def shuffled(capacity=10, keep=0, dtypes=F32, shapes=((),), **options):
 
 
 both = pytest.mark.parametrize("make", [fifo, shuffled])
-
-
-def in_threads(functions):
-    """Run functions at the same time, one thread each; return their results in order."""
-    with ThreadPoolExecutor(max(1, len(functions))) as pool:
-        return [future.result(LIMIT) for future in [pool.submit(f) for f in functions]]
 
 
 class Pending:
@@ -93,10 +81,6 @@ def dequeue_many(queue, count):
 
 def dequeue_up_to(queue, count):
     return Pending(queue, Dequeue(count, up_to=True))
-
-
-def close(queue):
-    return Pending(queue, Close())
 
 
 # Construction and what is accepted.
@@ -344,16 +328,6 @@ def test_fifo_order_over_many_rounds():
 
 
 @both
-def test_size_follows(make):
-    queue = make()
-    sizes = [queue.size()]
-    queue.enqueue(1.0)
-    sizes.append(queue.size())
-    queue.dequeue()
-    assert [*sizes, queue.size()] == [0, 1, 0]
-
-
-@both
 def test_high_dimensions(make):
     queue = make(10, dtypes="int64", shapes=[(4, 4, 4, 4)])
     rows = np.arange(5 * 256).reshape(5, 4, 4, 4, 4)
@@ -376,31 +350,6 @@ def test_nothing_is_enough_for_nothing(make):
     assert queue.dequeue_many(0).shape == (0, 3, 2)
     with pytest.raises(ValueError, match="negative"):
         queue.dequeue_many(-1)
-
-
-def test_mixed_operations_keep_the_order():
-    queue = fifo(10, "int64")
-
-    def fill():
-        start = 0
-        for count in [1, 5, 0, 40, 7] * 5:
-            if count == 1:
-                queue.enqueue(start)
-            else:
-                queue.enqueue_many(np.arange(start, start + count))
-            start += count
-        queue.close()
-
-    def drain():
-        seen = []
-        for count in [3, 1, 17] * 100:
-            try:
-                seen += [queue.dequeue()] if count == 1 else queue.dequeue_up_to(count).tolist()
-            except OutOfRangeError:
-                return seen
-        return seen
-
-    assert in_threads([fill, drain])[1] == list(range(265))
 
 
 def test_shuffle_is_a_permutation_that_depends_on_the_seed():
@@ -552,59 +501,6 @@ def test_big_enqueue_and_big_dequeue_pass_through_a_small_queue():
 # Closing.
 
 
-def test_plain_close_waits_behind_pending_enqueues():
-    queue = fifo(2)
-    queue.enqueue_many(([1.0, 2.0],))
-    many, end = enqueue_many(queue, [3, 4]), close(queue)
-    late, again, none = enqueue(queue, 5), close(queue), enqueue_many(queue, [])
-    assert (late.error, again.error) == (CancelledError, CancelledError)
-    assert none.done
-    assert none.attempt.error is None
-    assert not queue.is_closed()
-    assert not end.done
-    assert queue.dequeue() == 1
-    assert not many.done
-    assert queue.dequeue() == 2
-    assert many.done
-    assert end.done
-    assert queue.is_closed()
-    assert queue.dequeue_many(2).tolist() == [3, 4]
-    with pytest.raises(
-        OutOfRangeError, match=r"insufficient elements \(requested 1, current size 0"
-    ):
-        queue.dequeue()
-
-
-@both
-def test_closed_queue_takes_nothing(make):
-    queue = make()
-    queue.enqueue(1.0)
-    queue.close()
-    for call in (
-        lambda: queue.enqueue(2.0),
-        lambda: queue.enqueue_many(([2.0, 3.0],)),
-        queue.close,
-    ):
-        with pytest.raises(CancelledError, match="closed"):
-            call()
-    for _ in range(2):
-        queue.close(cancel_pending_enqueues=True)
-    assert queue.dequeue() == 1
-    with pytest.raises(OutOfRangeError):
-        queue.dequeue()
-
-
-def test_cancelling_close_fails_all_that_wait_to_enter():
-    queue = fifo(4)
-    queue.enqueue_many(([1.0, 2.0, 3.0],))
-    half, end = enqueue_many(queue, [4, 5]), close(queue)
-    assert (queue.size(), half.done, end.done) == (4, False, False)
-    queue.close(cancel_pending_enqueues=True)
-    assert (half.error, end.error) == (CancelledError, CancelledError)
-    assert queue.is_closed()
-    assert queue.dequeue_many(4).tolist() == [1, 2, 3, 4]
-
-
 @both
 @pytest.mark.parametrize("cancel", [False, True])
 def test_close_ends_waiting_dequeues(make, cancel):
@@ -612,37 +508,6 @@ def test_close_ends_waiting_dequeues(make, cancel):
     waiting = [dequeue(queue), dequeue_many(queue, 2), dequeue_up_to(queue, 2)]
     queue.close(cancel_pending_enqueues=cancel)
     assert [one.error for one in waiting] == [OutOfRangeError] * 3
-
-
-def test_too_few_on_a_closed_queue_go_back_in_order():
-    queue = fifo(4)
-    many = dequeue_many(queue, 4)
-    for value in (1, 2, 3):
-        enqueue(queue, value)
-    assert queue.size() == 0
-    queue.close()
-    assert many.error is OutOfRangeError
-    assert "requested 4, current size 3" in many.attempt.error.message
-    assert [queue.dequeue() for _ in range(3)] == [1, 2, 3]
-    assert queue.size() == 0
-
-
-@both
-def test_up_to_returns_the_rest(make):
-    queue = make()
-    queue.enqueue_many(([1.0, 2.0, 3.0, 4.0],))
-    assert not dequeue_up_to(queue, 5).done  # holds all four
-    queue.close()
-    assert queue.size() == 0
-    other = make()
-    other.enqueue_many(([1.0, 2.0, 3.0, 4.0],))
-    other.close()
-    got = other.dequeue_up_to(3).tolist() + other.dequeue_up_to(3).tolist()
-    assert sorted(got) == [1, 2, 3, 4]
-    with pytest.raises(OutOfRangeError):
-        other.dequeue_up_to(3)
-    with pytest.raises(OutOfRangeError):
-        other.dequeue_many(1)
 
 
 def test_up_to_smaller_than_the_minimum_waits_for_the_close():
@@ -655,35 +520,7 @@ def test_up_to_smaller_than_the_minimum_waits_for_the_close():
     assert len(queue.dequeue_up_to(3)) == 1
 
 
-def test_failing_many_leaves_the_rest_for_the_next():
-    queue = fifo(2)
-    entering = enqueue_many(queue, [1, 2, 3, 4])
-    close(queue)
-    assert queue.dequeue_many(3).tolist() == [1, 2, 3]
-    assert entering.done
-    too_many, single = dequeue_many(queue, 3), dequeue(queue)
-    assert too_many.error is OutOfRangeError
-    assert single.values == 4
-
-
 # Deadlines.
-
-
-@both
-def test_deadline_leaves_the_queue_usable(make):
-    queue = make(2)
-    for call in (queue.dequeue, lambda timeout: queue.dequeue_many(1, timeout=timeout)):
-        with pytest.raises(DeadlineExceededError, match="not finished after 0.01 s"):
-            call(timeout=0.01)
-    queue.enqueue_many(([1.0, 2.0],), timeout=1)
-    with pytest.raises(DeadlineExceededError):
-        queue.enqueue(3.0, timeout=0)
-    with pytest.raises(ValueError, match="timeout"):
-        queue.dequeue(timeout=-1)
-    with pytest.raises(ValueError, match="timeout"):
-        queue.dequeue(timeout=float("nan"))
-    assert sorted(queue.dequeue_many(2, timeout=1e300).tolist()) == [1, 2]
-    assert queue.size() == 0
 
 
 def test_rows_of_an_expired_dequeue_go_back_in_front():
@@ -794,89 +631,6 @@ def test_a_callback_may_use_the_queue():
     queue.state_machine.submit(attempts[0])
     queue.enqueue_many(np.arange(100, dtype=F32))
     assert got == list(range(100))
-
-
-# Threads.
-
-THREADS = 10
-
-
-@both
-def test_parallel_enqueue_and_dequeue(make):
-    queue = make(7, dtypes="int64")
-    each = 50
-
-    def put(start):
-        for value in range(start, start + each):
-            queue.enqueue(value, timeout=LIMIT)
-
-    def get():
-        return [int(queue.dequeue(timeout=LIMIT)) for _ in range(each)]
-
-    work = [lambda s=s: put(s * each) for s in range(THREADS)] + [get] * THREADS
-    got = Counter(value for values in in_threads(work)[THREADS:] for value in values)
-    assert got == Counter(range(THREADS * each))
-
-
-@both
-def test_parallel_batches(make):
-    queue = make(100, dtypes="int64")
-    rows = 100
-
-    def put(start):
-        queue.enqueue_many(np.arange(start, start + rows), timeout=LIMIT)
-
-    def get():
-        return queue.dequeue_many(rows, timeout=LIMIT).tolist()
-
-    work = [lambda s=s: put(s * rows) for s in range(THREADS)] + [get] * THREADS
-    batches = in_threads(work)[THREADS:]
-    assert Counter(sum(batches, [])) == Counter(range(THREADS * rows))
-    if make is fifo:  # the rows of an enqueue_many are together, and so are those of a dequeue_many
-        assert all(values == list(range(values[0], values[0] + rows)) for values in batches)
-
-
-@both
-def test_parallel_up_to_shares_the_rest(make):
-    queue = make(1000, dtypes="int64")
-    queue.enqueue_many(np.arange(999))
-    queue.close()
-
-    def get():
-        seen = []
-        while True:
-            try:
-                seen += queue.dequeue_up_to(101, timeout=LIMIT).tolist()
-            except OutOfRangeError:
-                return seen
-
-    assert sorted(sum(in_threads([get] * THREADS), [])) == list(range(999))
-
-
-@both
-def test_blocked_threads_end_with_the_close(make):
-    queue, full = make(5), make(1)
-    full.enqueue(1.0)
-    started = threading.Barrier(4 * 2 + 1)
-
-    def outcome(call):
-        started.wait(LIMIT)
-        try:
-            call()
-        except (OutOfRangeError, CancelledError) as error:
-            return type(error)
-        return None
-
-    calls = [queue.dequeue, lambda: queue.dequeue_many(3), lambda: queue.dequeue_up_to(3)] * 2
-    calls += [lambda: full.enqueue(1.0), lambda: full.enqueue_many(([1.0, 2.0],))]
-
-    def end():
-        started.wait(LIMIT)
-        for one in (queue, full):
-            one.close(cancel_pending_enqueues=True)
-
-    outcomes = in_threads([lambda c=c: outcome(c) for c in calls] + [end])
-    assert outcomes == [OutOfRangeError] * 6 + [CancelledError] * 2 + [None]
 
 
 # Errors as values.

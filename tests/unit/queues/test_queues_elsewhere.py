@@ -3,10 +3,7 @@
 The tests are those of the other files here; only what they call to make a queue is exchanged.
 """
 
-from __future__ import annotations
-
 import pytest
-import test_queue_conformance
 import test_queue_kinds
 import test_queue_machine
 import test_queues
@@ -16,9 +13,6 @@ from test_queue_machine import *  # noqa: F403
 from test_queues import *  # noqa: F403
 
 import elsewhere
-
-# Both modules have a test of this name.
-test_parallel_use_of_all_kinds = test_queue_conformance.test_parallel_enqueue_and_dequeue
 
 # What looks into the queue or at this process's memory, needs an answer at once in a callback, or
 # exchanges locks of `threading`: does not apply to a queue that is elsewhere.
