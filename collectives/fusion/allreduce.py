@@ -17,7 +17,7 @@ from __future__ import annotations
 
 from collections.abc import Callable, Sequence
 from functools import partial
-from typing import Any, TypedDict, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -27,7 +27,7 @@ from collectives.arrays.lowering import Lowering
 from collectives.arrays.reduction import MEAN, Op
 from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
-from collectives.calls.overloads import A, Detachable, Numbers, Unpack
+from collectives.calls.overloads import A, Detachable, Numbers, ReduceOptions, Unpack
 from collectives.fusion import on_device as grouped_on_device
 from collectives.fusion.layouts import (
     FusionCache,
@@ -46,15 +46,10 @@ from collectives.operations.reduce import allreduce
 __all__ = ["FusedOptions", "grouped_allreduce", "result_view", "pairs"]
 
 
-class FusedOptions(TypedDict, total=False):
+class FusedOptions(ReduceOptions, total=False):
     """Options of `grouped_allreduce`, for type checkers."""
 
-    op: Op
     compression: Compression | None
-    prescale: float
-    postscale: float
-    algorithm: str
-    timeout: float | None
 
 
 @overload

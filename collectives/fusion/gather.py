@@ -14,7 +14,7 @@ from __future__ import annotations
 import itertools
 import math
 from collections.abc import Sequence
-from typing import Any, TypedDict, overload
+from typing import Any, overload
 
 import numpy as np
 
@@ -24,28 +24,13 @@ from collectives.arrays.reduction import MEAN, Op
 from collectives.calls import counts as row_counts
 from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
-from collectives.calls.overloads import A, CommonOptions, Detachable, Numbers, Unpack
+from collectives.calls.overloads import A, CommonOptions, Detachable, Numbers, ReduceOptions, Unpack
 from collectives.fusion import bucket_layout
 from collectives.fusion.allreduce import pairs, result_view
 from collectives.plans import planner as plans
 from collectives.plans.by_messages import ReduceSpec
 
-__all__ = [
-    "FusedReduceOptions",
-    "grouped_allgather",
-    "grouped_broadcast",
-    "grouped_reduce_scatter",
-]
-
-
-class FusedReduceOptions(TypedDict, total=False):
-    """Options of `grouped_reduce_scatter`, for type checkers."""
-
-    op: Op
-    prescale: float
-    postscale: float
-    algorithm: str
-    timeout: float | None
+__all__ = ["grouped_allgather", "grouped_broadcast", "grouped_reduce_scatter"]
 
 
 @overload
@@ -253,7 +238,7 @@ def _fused_gather(
 
 @overload
 def grouped_reduce_scatter(
-    group: Group, xs: Sequence[Numbers], *, out: None = None, **options: Unpack[FusedReduceOptions]
+    group: Group, xs: Sequence[Numbers], *, out: None = None, **options: Unpack[ReduceOptions]
 ) -> list[Array]: ...
 @overload
 def grouped_reduce_scatter(
@@ -261,15 +246,15 @@ def grouped_reduce_scatter(
     xs: Sequence[Detachable[A]],
     *,
     out: None = None,
-    **options: Unpack[FusedReduceOptions],
+    **options: Unpack[ReduceOptions],
 ) -> list[A]: ...
 @overload
 def grouped_reduce_scatter(
-    group: Group, xs: Sequence[A], *, out: None = None, **options: Unpack[FusedReduceOptions]
+    group: Group, xs: Sequence[A], *, out: None = None, **options: Unpack[ReduceOptions]
 ) -> list[A]: ...
 @overload
 def grouped_reduce_scatter(
-    group: Group, xs: Sequence[object], *, out: Sequence[A], **options: Unpack[FusedReduceOptions]
+    group: Group, xs: Sequence[object], *, out: Sequence[A], **options: Unpack[ReduceOptions]
 ) -> list[A]: ...
 def grouped_reduce_scatter(
     group: Group,

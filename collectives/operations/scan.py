@@ -17,7 +17,7 @@ from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
 from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
-from collectives.calls.overloads import A, Detachable, Numbers
+from collectives.calls.overloads import A, CommonOptions, Detachable, Numbers, Unpack
 from collectives.node.engine import Engine
 
 __all__ = ["exscan", "scan"]
@@ -27,46 +27,24 @@ __all__ = ["exscan", "scan"]
 _SLICE_BYTES = 1 << 18
 
 
+class ScanOptions(CommonOptions, total=False):
+    """Options of a prefix reduction."""
+
+    op: Op
+
+
 @overload
 def scan(
-    group: Group,
-    x: Numbers,
-    *,
-    op: Op = SUM,
-    out: None = None,
-    algorithm: str = "auto",
-    timeout: float | None = None,
+    group: Group, x: Numbers, *, out: None = None, **options: Unpack[ScanOptions]
 ) -> Array: ...
 @overload
 def scan(
-    group: Group,
-    x: Detachable[A],
-    *,
-    op: Op = SUM,
-    out: None = None,
-    algorithm: str = "auto",
-    timeout: float | None = None,
+    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[ScanOptions]
 ) -> A: ...
 @overload
-def scan(
-    group: Group,
-    x: A,
-    *,
-    op: Op = SUM,
-    out: None = None,
-    algorithm: str = "auto",
-    timeout: float | None = None,
-) -> A: ...
+def scan(group: Group, x: A, *, out: None = None, **options: Unpack[ScanOptions]) -> A: ...
 @overload
-def scan(
-    group: Group,
-    x: object,
-    *,
-    op: Op = SUM,
-    out: A,
-    algorithm: str = "auto",
-    timeout: float | None = None,
-) -> A: ...
+def scan(group: Group, x: object, *, out: A, **options: Unpack[ScanOptions]) -> A: ...
 def scan(
     group: Group,
     x: Any,
@@ -109,44 +87,16 @@ def scan(
 
 @overload
 def exscan(
-    group: Group,
-    x: Numbers,
-    *,
-    op: Op = SUM,
-    out: None = None,
-    algorithm: str = "auto",
-    timeout: float | None = None,
+    group: Group, x: Numbers, *, out: None = None, **options: Unpack[ScanOptions]
 ) -> Array | None: ...
 @overload
 def exscan(
-    group: Group,
-    x: Detachable[A],
-    *,
-    op: Op = SUM,
-    out: None = None,
-    algorithm: str = "auto",
-    timeout: float | None = None,
+    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[ScanOptions]
 ) -> A | None: ...
 @overload
-def exscan(
-    group: Group,
-    x: A,
-    *,
-    op: Op = SUM,
-    out: None = None,
-    algorithm: str = "auto",
-    timeout: float | None = None,
-) -> A | None: ...
+def exscan(group: Group, x: A, *, out: None = None, **options: Unpack[ScanOptions]) -> A | None: ...
 @overload
-def exscan(
-    group: Group,
-    x: object,
-    *,
-    op: Op = SUM,
-    out: A,
-    algorithm: str = "auto",
-    timeout: float | None = None,
-) -> A | None: ...
+def exscan(group: Group, x: object, *, out: A, **options: Unpack[ScanOptions]) -> A | None: ...
 def exscan(
     group: Group,
     x: Any,

@@ -6,13 +6,13 @@ Each rank makes these calls alone, so wrong arguments raise an error on that ran
 
 from __future__ import annotations
 
-from typing import Any, overload
+from typing import Any, TypedDict, overload
 
 from collectives.arrays import host_arrays, streams
 from collectives.arrays.host_arrays import Array
 from collectives.calls import pickling
 from collectives.calls.group import Group
-from collectives.calls.overloads import A
+from collectives.calls.overloads import A, Unpack
 from collectives.calls.requests import Request
 from collectives.p2p.endpoint import P2PEndpoint
 from collectives.tracing.call_sites import caller
@@ -28,6 +28,13 @@ __all__ = [
     "send_object",
     "sendrecv",
 ]
+
+
+class ReceiveOptions(TypedDict, total=False):
+    """Options of `recv` and `irecv`, for type checkers."""
+
+    tag: int | None
+    timeout: float | None
 
 
 def send(group: Group, x: Any, dest: int, *, tag: int = 0, timeout: float | None = None) -> None:
@@ -95,21 +102,11 @@ def isend(
 
 @overload
 def recv(
-    group: Group,
-    source: int | None = None,
-    *,
-    tag: int | None = 0,
-    out: None = None,
-    timeout: float | None = None,
+    group: Group, source: int | None = None, *, out: None = None, **options: Unpack[ReceiveOptions]
 ) -> Array: ...
 @overload
 def recv(
-    group: Group,
-    source: int | None = None,
-    *,
-    tag: int | None = 0,
-    out: A,
-    timeout: float | None = None,
+    group: Group, source: int | None = None, *, out: A, **options: Unpack[ReceiveOptions]
 ) -> A: ...
 def recv(
     group: Group,
@@ -148,21 +145,11 @@ def recv(
 
 @overload
 def irecv(
-    group: Group,
-    source: int | None = None,
-    *,
-    tag: int | None = 0,
-    out: None = None,
-    timeout: float | None = None,
+    group: Group, source: int | None = None, *, out: None = None, **options: Unpack[ReceiveOptions]
 ) -> Request[Array]: ...
 @overload
 def irecv(
-    group: Group,
-    source: int | None = None,
-    *,
-    tag: int | None = 0,
-    out: A,
-    timeout: float | None = None,
+    group: Group, source: int | None = None, *, out: A, **options: Unpack[ReceiveOptions]
 ) -> Request[A]: ...
 def irecv(
     group: Group,

@@ -113,12 +113,7 @@ def draw(
         bus_factor: busbw / algbw.
         path: path of the file.
     """
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # Without pyplot, which keeps global state and looks for a display.
-    figure = Figure(figsize=(10, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(10)
     left, right = figure.subplots(1, 2)
     nbytes = np.array([row["bytes"] for row in rows])
     ours = np.array([row["median"] for row in rows])
@@ -141,12 +136,7 @@ def draw(
 
 def draw_curve(title: str, points: Sequence[CurvePoint], path: Path) -> None:
     """Draw a curve into a file: all algorithms, and the choice of "auto"."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    # Without pyplot, as in `draw`.
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(7)
     axes = figure.subplots()
     for name in dict.fromkeys(name for point in points for name in point.times):
         # An algorithm may exist for some numbers of nodes only.
@@ -165,11 +155,7 @@ def draw_curve(title: str, points: Sequence[CurvePoint], path: Path) -> None:
 
 def draw_sizes(title: str, curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
     """Draw times of calls by size into a file: name -> (bytes, seconds)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(7)
     axes = figure.subplots()
     for name, points in curves.items():
         axes.loglog(*zip(*((n, 1e3 * s) for n, s in points), strict=True), "o-", label=name)
@@ -184,11 +170,7 @@ def draw_sizes(title: str, curves: Mapping[str, Sequence[tuple[int, float]]], pa
 
 def draw_efficiency(title: str, curve: Sequence[tuple[int, float]], path: Path) -> None:
     """Draw the efficiency of a step into a file: (machines, share)."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
-
-    figure = Figure(figsize=(7, 4), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = _figure(7)
     axes = figure.subplots()
     axes.semilogx(*zip(*((n, 100 * share) for n, share in curve), strict=True), "o-", base=2)
     axes.set_xlabel("machines")
@@ -197,3 +179,14 @@ def draw_efficiency(title: str, curve: Sequence[tuple[int, float]], path: Path) 
     axes.grid(alpha=0.3)
     axes.set_title(title)
     save(figure, path)
+
+
+def _figure(width: float) -> Figure:
+    """Return an empty figure of this width in inches."""
+    from matplotlib.backends.backend_agg import FigureCanvasAgg
+    from matplotlib.figure import Figure
+
+    # Without pyplot, which keeps global state and looks for a display.
+    figure = Figure(figsize=(width, 4), layout="constrained")
+    FigureCanvasAgg(figure)
+    return figure

@@ -14,6 +14,9 @@ import pytest
 import programs
 from collectives.calls import overloads
 from collectives.communicator import Communicator
+from collectives.fusion import allreduce as fused
+from collectives.operations import scan
+from collectives.p2p import send_recv
 from launcher import ROOT, run
 from requirements import needs
 from strategies import distributed_optimizer
@@ -281,6 +284,12 @@ def keywords(function) -> set[str]:
         (Communicator.allgather, overloads.CommonOptions),
         (Communicator.scatter, overloads.ScatterOptions),
         (Communicator.alltoall, overloads.ScatterOptions),
+        (Communicator.scan, scan.ScanOptions),
+        (Communicator.exscan, scan.ScanOptions),
+        (Communicator.recv, send_recv.ReceiveOptions),
+        (Communicator.irecv, send_recv.ReceiveOptions),
+        (Communicator.grouped_allreduce, fused.FusedOptions),
+        (Communicator.grouped_reduce_scatter, overloads.ReduceOptions),
         (distributed_optimizer.DistributedOptimizer, distributed_optimizer.OptimizerOptions),
     ],
     ids=lambda thing: thing.__name__,
