@@ -9,9 +9,9 @@ import pytest
 import collectives as cc
 from limits import Limit
 
-__all__ = ["folder_of", "in_thread", "raised", "status_of", "together", "until"]
+__all__ = ["LIMIT", "folder_of", "in_thread", "raised", "status_of", "together", "until"]
 
-LIMIT = 20.0
+LIMIT = 20.0  # seconds after which a test that hangs fails
 
 
 def folder_of(comm):

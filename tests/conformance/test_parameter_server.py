@@ -1,6 +1,7 @@
 """Variables on ps tasks: where they are, what pushes do to them, and who waits for whom."""
 
 import threading
+from functools import partial
 from types import SimpleNamespace
 
 import numpy as np
@@ -314,9 +315,7 @@ def test_a_worker_that_a_ps_counts_as_gone_trains_no_more(strategy, server):
     w = strategy.variable(np.zeros(1))
     comm, workers = server.cluster.comm, server.cluster.workers
 
-    def push():
-        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
-
+    push = partial(strategy.apply_gradients, strategy.optimizer, [(np.ones(1), w)])
     if not training(server):
         with silence(comm.channel):
             comm.barrier()
@@ -354,9 +353,7 @@ def test_gradients_that_are_withdrawn_before_their_turn_do_not_wait(strategy, se
         busy.set()
         return
 
-    def push():
-        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
-
+    push = partial(strategy.apply_gradients, strategy.optimizer, [(np.ones(1), w)])
     comm.barrier()
     if workers.size == 1:
         push()  # has all that it waits for when its turn comes
@@ -397,9 +394,7 @@ def test_a_wait_for_the_warm_up_ends_and_says_how_far_it_is(strategy, server, sy
     w = strategy.variable(np.zeros(1))
     workers = only_workers(server)
 
-    def push():
-        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
-
+    push = partial(strategy.apply_gradients, strategy.optimizer, [(np.ones(1), w)])
     for _ in range(2 if strategy.is_chief else 0):
         push()
     workers.barrier()

@@ -292,22 +292,16 @@ def test_no_call_keeps_the_variables_of_its_caller(comm):
 def test_other_ranks_of_the_node_know_the_last_known_call(comm):
     group = comm.group(range(comm.size))
     x, y = np.ones(3), np.zeros(3)
-    for _ in range(4):
-        group.allreduce(x, op=cc.SUM, out=y)
-        group.reduce(x, op=cc.SUM, out=y)
-    line = sys._getframe().f_lineno - 1
-    comm.barrier()
-    if group_of(group).status is not None:
-        said = {group_of(group).status.last(rank) for rank in range(group.local_size)}
-        assert said == {f"after reduce #{group_of(group).call_number} at test_repeats.py:{line}"}
-    comm.barrier()  # before the next call of any
-    for _ in range(2):
-        group.allreduce(x, op=cc.SUM, out=y)
-    line = sys._getframe().f_lineno - 1
-    comm.barrier()
-    if group_of(group).status is not None:
-        said = {group_of(group).status.last(rank) for rank in range(group.local_size)}
-        assert said == {f"after allreduce #{group_of(group).call_number} at test_repeats.py:{line}"}
+    for names in (["allreduce", "reduce"] * 4, ["allreduce"] * 2):
+        for name in names:
+            getattr(group, name)(x, op=cc.SUM, out=y)
+        line = sys._getframe().f_lineno - 1
+        comm.barrier()
+        if group_of(group).status is not None:
+            said = {group_of(group).status.last(rank) for rank in range(group.local_size)}
+            call = f"{name} #{group_of(group).call_number}"
+            assert said == {f"after {call} at test_repeats.py:{line}"}
+        comm.barrier()  # before the next call of any
 
 
 def test_a_known_call_into_memory_that_it_reads_takes_the_long_way(comm):

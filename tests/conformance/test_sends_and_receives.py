@@ -5,12 +5,10 @@ import threading
 
 import numpy as np
 import pytest
-from calls import together
+from calls import LIMIT, together
 
 import collectives as cc
 from requirements import installed
-
-LIMIT = 20.0
 
 # Inside a head; longer than what MPI sends unasked.
 COUNTS = (3, 200_000)

@@ -2,6 +2,7 @@
 
 import threading
 import time
+from functools import partial
 
 import numpy as np
 import pytest
@@ -79,9 +80,7 @@ def test_a_state_of_the_warm_up_is_warmed_up_from_there(strategy, server):
     w = strategy.variable(np.zeros(1))
     workers = only_workers(server)
 
-    def push():
-        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
-
+    push = partial(strategy.apply_gradients, strategy.optimizer, [(np.ones(1), w)])
     if strategy.is_chief:
         push()
         state = strategy.state_dict()
@@ -174,9 +173,7 @@ def test_a_state_is_not_loaded_between_gradients_of_one_update(strategy, server)
     state = strategy.state_dict()
     workers.barrier()
 
-    def push():
-        strategy.apply_gradients(strategy.optimizer, [(np.ones(1), w)])
-
+    push = partial(strategy.apply_gradients, strategy.optimizer, [(np.ones(1), w)])
     first = threading.Thread(target=push)
     if workers.rank == 0:
         first.start()

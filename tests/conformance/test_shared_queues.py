@@ -7,7 +7,7 @@ from collections import Counter
 import ml_dtypes
 import numpy as np
 import pytest
-from calls import in_thread
+from calls import LIMIT, in_thread
 
 from strategies.errors import (
     AbortedError,
@@ -24,7 +24,6 @@ from strategies.queues.shared_files import shared_files, shared_range
 from strategies.rpc.registry import container
 from strategies.rpc.service import Service
 
-LIMIT = 20.0  # seconds after which a test that hangs fails
 F32 = np.float32
 
 behaviours = []

@@ -5,7 +5,7 @@ import threading
 import ml_dtypes
 import numpy as np
 import pytest
-from calls import in_thread
+from calls import LIMIT, in_thread
 
 import collectives as cc
 import strategies
@@ -20,7 +20,6 @@ from strategies.errors import (
 )
 from strategies.variables import initializers, partition
 
-LIMIT = 20.0  # seconds after which a test that hangs fails
 F32 = np.float32
 
 OPTIMIZERS = {

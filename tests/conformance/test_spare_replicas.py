@@ -5,7 +5,7 @@ from collections import Counter
 
 import numpy as np
 import pytest
-from calls import in_thread, until
+from calls import LIMIT, in_thread, until
 
 import collectives as cc
 from served import on_workers
@@ -18,8 +18,6 @@ from strategies.optimizers import SGD, Momentum
 from strategies.rpc.service import Service
 from strategies.spare_replica import SpareReplicaStrategy
 from strategies.spare_replica.token_queue import open_rounds
-
-LIMIT = 20.0
 
 
 class Golden:

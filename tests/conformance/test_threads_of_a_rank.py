@@ -5,13 +5,11 @@ import time
 
 import numpy as np
 import pytest
-from calls import together
+from calls import LIMIT, together
 
 import collectives as cc
 import inprocess
 from collectives.communicator import group_of
-
-LIMIT = 20.0
 
 # Functions that make the call of the first thread, or its plan, and return a function that repeats
 # it; and those that return the call that the second thread makes at the same time.

@@ -235,28 +235,6 @@ def test_an_exception_ends_a_fault_tolerant_job_too(tmp_path):
     assert result.stderr.count("[1/3] KeyError: 'on rank 1'") == 1, result
 
 
-def test_ctrl_c_interrupts_a_wait_and_ends_the_communicator(tmp_path):
-    text = """
-        comm.barrier()
-        if comm.rank == 0:
-            try:
-                threading.Timer(0.5, os.kill, (os.getpid(), signal.SIGINT)).start()
-                comm.barrier()
-            except KeyboardInterrupt:
-                print("interrupted", flush=True)
-            try:
-                comm.barrier()
-            except cc.CollectiveError as error:
-                print(error, flush=True)
-            open("interrupted", "w").close()
-        while not os.path.exists("interrupted"):
-            time.sleep(0.01)
-    """
-    result = mpirun(2, program(tmp_path, text), timeout=60, cwd=tmp_path, **MESSAGES)
-    assert "interrupted\n" in result.stdout, result
-    assert "since barrier failed: KeyboardInterrupt" in result.stdout
-
-
 def test_ctrl_c_at_the_terminal_ends_the_job(tmp_path):
     text = """
         comm.barrier()

@@ -66,52 +66,34 @@ def test_killed_workers_are_spares_less_until_there_are_too_few(tmp_path):
     assert f"rank 0: {reasons}" in shown, result
 
 
-@pytest.mark.parametrize("tasks", ["(0,)", "(1,)"], ids=["chief averages", "worker averages"])
-def test_a_killed_chief_is_an_error_on_all_workers_at_once(tmp_path, tasks):
+@pytest.mark.parametrize(
+    ("victim", "tasks"),
+    [(0, "(0,)"), (0, "(1,)"), (1, "(1,)")],
+    ids=["chief that averages", "chief", "worker that averages"],
+)
+def test_a_killed_task_that_all_need_is_an_error_on_all_workers_at_once(tmp_path, victim, tasks):
     text = f"""
         open_strategy(2, tasks={tasks})
         train(5)
         comm.barrier()
-        if comm.rank == 0:
+        if comm.rank == {victim}:
             die()
         began = time.monotonic()
         try:
             train(10 ** 9)
         except UnavailableError as error:
-            assert "task 0 died" in str(error), error
+            assert "task {victim} died" in str(error), error
             assert time.monotonic() - began < 20
-            say("the chief died")
+            say("it died")
         try:
             train(10 ** 9)
         except UnavailableError as error:
             say("and stays dead")
     """
     result = start(tmp_path, 3, text, LEAVE, options=FAULT_TOLERANT)
-    assert lines(result) == [
-        "rank 1: and stays dead",
-        "rank 1: the chief died",
-        "rank 2: and stays dead",
-        "rank 2: the chief died",
-    ], result
-
-
-def test_a_killed_task_that_averages_is_an_error_on_all(tmp_path):
-    text = """
-        open_strategy(2, tasks=(1,))
-        train(5)
-        comm.barrier()
-        if comm.rank == 1:
-            die()
-        began = time.monotonic()
-        try:
-            train(10 ** 9)
-        except UnavailableError as error:
-            assert "task 1 died" in str(error), error
-            assert time.monotonic() - began < 20
-            say("unavailable")
-    """
-    result = start(tmp_path, 3, text, LEAVE, options=FAULT_TOLERANT)
-    assert lines(result) == ["rank 0: unavailable", "rank 2: unavailable"], result
+    words = ("and stays dead", "it died")
+    others = [rank for rank in range(3) if rank != victim]
+    assert lines(result) == [f"rank {rank}: {word}" for rank in others for word in words], result
 
 
 def test_a_worker_that_stops_for_longer_than_the_limit_does_no_harm(tmp_path):
@@ -145,19 +127,6 @@ def test_a_worker_that_stops_for_longer_than_the_limit_does_no_harm(tmp_path):
     assert result.status == 0
 
 
-def test_a_worker_that_is_killed_before_its_first_gradient(tmp_path):
-    text = """
-        open_strategy(2)
-        if comm.rank == 2:
-            die()
-        train(10)
-        until(lambda: strategy.report().lost)
-        say(w.value.tolist())
-    """
-    result = start(tmp_path, 3, text, LEAVE, options=FAULT_TOLERANT)
-    assert lines(result) == ["rank 0: [-10.0, -10.0]", "rank 1: [-10.0, -10.0]"], result
-
-
 def test_without_fault_tolerance_a_killed_worker_ends_the_job(tmp_path):
     text = """
         open_strategy(2)
@@ -170,18 +139,22 @@ def test_without_fault_tolerance_a_killed_worker_ends_the_job(tmp_path):
     assert result.status != 0
 
 
-def test_a_program_that_ends_without_leaving_is_a_spare_less(tmp_path):
-    text = """
+@pytest.mark.parametrize(
+    ("steps", "end", "why", "options"),
+    [(0, "die()", "task 2 died", FAULT_TOLERANT),
+     (2, "sys.exit()", "it has ended without leaving", ())],
+    ids=["killed before its first gradient", "exits"],
+)  # fmt: skip
+def test_a_worker_that_is_gone_is_a_spare_less(tmp_path, steps, end, why, options):
+    text = f"""
         open_strategy(2)
-        train(2)
+        train({steps})
         if comm.rank == 2:
-            sys.exit()
+            {end}
         train(10)
         until(lambda: strategy.report().lost)
-        say(strategy.report().lost)
-        strategy.close()
+        say(w.value.tolist(), strategy.report().lost)
     """
-    result = start(tmp_path, 3, text)
-    assert lines(result) == [
-        f"rank {rank}: {{2: 'it has ended without leaving'}}" for rank in range(2)
-    ], result
+    result = start(tmp_path, 3, text, LEAVE if options else "strategy.close()", options=options)
+    shown = f"[-10.0, -10.0] {{2: '{why}'}}"
+    assert lines(result) == [f"rank {rank}: {shown}" for rank in range(2)], result

@@ -7,7 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 import ml_dtypes
 import numpy as np
 import pytest
-from calls import in_thread, until
+from calls import LIMIT, in_thread, until
 
 import elsewhere
 from strategies.accumulators.accumulators import (
@@ -26,8 +26,6 @@ from strategies.errors import (
     InvalidArgumentError,
     NotFoundError,
 )
-
-LIMIT = 20.0
 
 
 @pytest.fixture(scope="module")

@@ -1,5 +1,7 @@
 """Algorithms over ranks that are threads, below the communicator."""
 
+from types import SimpleNamespace
+
 import numpy as np
 import pytest
 
@@ -61,8 +63,8 @@ def uneven(count, size):
 
 
 class Flat:
-    def __init__(self, allreduce):
-        self.allreduce = allreduce
+    def __init__(self, algorithm):
+        self.algorithm = algorithm
 
     @staticmethod
     def setup(transport):
@@ -72,7 +74,7 @@ class Flat:
 class Hierarchical:
     """Nodes of 1, 2, 3, ... ranks; with `dealt` neighbours are on different nodes."""
 
-    allreduce = staticmethod(hierarchical.allreduce)
+    algorithm = hierarchical
 
     def __init__(self, leaders):
         self.leaders = leaders
@@ -90,7 +92,7 @@ LEADERS = {
 }
 
 ROWS = {
-    name: Flat(algorithm.run)
+    name: Flat(SimpleNamespace(allreduce=algorithm.run))
     for name, algorithm in selection.ALGORITHMS["allreduce"].items()
     if name not in ("hierarchical", "native")
 } | {f"hierarchical, {name}": Hierarchical(leaders) for name, leaders in LEADERS.items()}
@@ -105,7 +107,7 @@ def test_allreduce_is_the_reduction_with_the_same_bits_on_all_ranks(row, size):
         for op in OPS:
             for count in COUNTS if op is cc.SUM else [1001, 20_003]:
                 buffer = prepared(transport.rank, count, op, size)
-                row.allreduce(own, buffer, op, deadline())
+                row.algorithm.allreduce(own, buffer, op, deadline())
                 results.append((op, count, buffer))
         return results
 
@@ -173,20 +175,25 @@ def test_a_reduce_gives_the_reduction_to_any_root(algorithm, size, mode):
     on_ranks(size, run, mode)
 
 
+BROADCASTS = {
+    "tree": (Flat(tree), 1 << 40),
+    "scatter and all-gather": (Flat(tree), 0),
+    "ring": (Flat(ring), 0),
+    "double tree": (Flat(double_tree), 0),
+} | {f"hierarchical, {name}": (Hierarchical(leaders), 0) for name, leaders in LEADERS.items()}
+
+
 @pytest.mark.parametrize("size", SIZES)
-@pytest.mark.parametrize(
-    ("algorithm", "scatter_bytes"),
-    [(tree, 1 << 40), (tree, 0), (ring, 0), (double_tree, 0)],
-    ids=["tree", "scatter and all-gather", "ring", "double tree"],
-)
-def test_a_broadcast_copies_the_roots_bits(algorithm, scatter_bytes, size, monkeypatch):
+@pytest.mark.parametrize(("row", "scatter_bytes"), BROADCASTS.values(), ids=BROADCASTS.keys())
+def test_a_broadcast_copies_the_roots_bits(row, scatter_bytes, size, monkeypatch):
     monkeypatch.setattr(tree, "SCATTER_BYTES", scatter_bytes)
 
     def run(transport):
+        own = row.setup(transport)
         for root in range(size):
             for count in COUNTS:
                 buffer = oracle.data(transport.rank, (count,), np.dtype(np.float32))
-                algorithm.broadcast(transport, buffer, root, deadline())
+                row.algorithm.broadcast(own, buffer, root, deadline())
                 expected = oracle.data(root, (count,), np.dtype(np.float32))
                 np.testing.assert_array_equal(buffer, expected)
 
@@ -237,21 +244,6 @@ def test_alltoall_exchanges_parts_of_any_length(size, mode):
             np.testing.assert_array_equal(result, np.concatenate(expected))
 
     on_ranks(size, run, mode)
-
-
-@pytest.mark.parametrize("leaders", LEADERS.values(), ids=LEADERS.keys())
-@pytest.mark.parametrize("size", [1, 2, 3, 6, 7])
-def test_hierarchical_broadcast_copies_the_roots_bits_from_every_root(size, leaders):
-    def run(transport):
-        levels = hierarchical.levels(transport, leaders(size))
-        for root in range(size):
-            for count in [0, 1, 5, 50_001]:
-                buffer = oracle.data(transport.rank, (count,), np.dtype(np.float32))
-                hierarchical.broadcast(levels, buffer, root, deadline())
-                expected = oracle.data(root, (count,), np.dtype(np.float32))
-                np.testing.assert_array_equal(buffer, expected)
-
-    on_ranks(size, run)
 
 
 @pytest.mark.parametrize("leaders", LEADERS.values(), ids=LEADERS.keys())

@@ -136,6 +136,17 @@ def deadline():
     return Deadline("test", 20.0)
 
 
+def summed(everyones, mode="synchronous"):
+    """The sum of the rows, one for each rank, as each rank gets it."""
+
+    def allreduce(transport):
+        buffer = everyones[transport.rank].copy()
+        compressed.allreduce_packed(transport, buffer, cc.SUM, deadline())
+        return buffer
+
+    return run(len(everyones), allreduce, mode)
+
+
 @pytest.mark.parametrize("mode", inprocess.MODES)
 @pytest.mark.parametrize("size", [1, 2, 3, 5, 8])
 def test_many_slices_share_little_scratch(monkeypatch, size, mode):
@@ -143,12 +154,7 @@ def test_many_slices_share_little_scratch(monkeypatch, size, mode):
     count = 16 * 9 * size + 3
     everyones = np.random.default_rng(0).integers(-50, 50, (size, count)).astype(np.float16)
 
-    def allreduce(transport):
-        buffer = everyones[transport.rank].copy()
-        compressed.allreduce_packed(transport, buffer, cc.SUM, deadline())
-        return buffer
-
-    for result in run(size, allreduce, mode):
+    for result in summed(everyones, mode):
         np.testing.assert_array_equal(result, everyones.sum(axis=0))  # small integers: exact
 
 
@@ -182,12 +188,7 @@ def test_elements_are_summed_in_rank_order_wherever_they_stand(size):
     for part in everyones[1:]:
         expected += part.astype(np.float32)
 
-    def allreduce(transport):
-        buffer = everyones[transport.rank].copy()
-        compressed.allreduce_packed(transport, buffer, cc.SUM, deadline())
-        return buffer
-
-    for result in run(size, allreduce):
+    for result in summed(everyones):
         np.testing.assert_array_equal(result, expected.astype(HALVES[1]))
 
 
@@ -257,12 +258,7 @@ def test_the_error_of_8_ranks_is_at_most_half_of_rounding_at_each_hop(half, low)
     everyones = np.random.default_rng(5).uniform(low, 1, (8, 40_000)).astype(half)
     exact = everyones.astype(np.float64).sum(axis=0)
 
-    def allreduce(transport):
-        buffer = everyones[transport.rank].copy()
-        compressed.allreduce_packed(transport, buffer, cc.SUM, deadline())
-        return buffer
-
-    ours = np.abs(run(8, allreduce)[3].astype(np.float64) - exact)
+    ours = np.abs(summed(everyones)[3].astype(np.float64) - exact)
     theirs = np.abs(by_hops(everyones).astype(np.float64) - exact)
     assert ours.max() <= 0.5 * theirs.max()
     # One rounding is the best that a 16-bit result can be.

@@ -3,11 +3,9 @@
 import os
 import threading
 
-from calls import until
+from calls import LIMIT, until
 
 from strategies.core.thread_pool import ThreadPool
-
-LIMIT = 20.0
 
 
 def named():

@@ -13,7 +13,7 @@ import weakref
 
 import numpy as np
 import pytest
-from calls import in_thread
+from calls import LIMIT, in_thread
 
 import inprocess
 from collectives import CollectiveError, CollectiveTimeout, MismatchError
@@ -21,8 +21,6 @@ from collectives.operations import nonblocking as carrying_out
 from collectives.operations.nonblocking import RequestThread, nonblocking_twin
 from collectives.transport.transport import Deadline
 from launcher import run
-
-LIMIT = 20.0
 
 
 class Private:

@@ -4,12 +4,10 @@ import threading
 from collections import Counter
 
 import pytest
-from calls import in_thread
+from calls import LIMIT, in_thread
 
 from strategies.errors import CancelledError, DeadlineExceededError
 from strategies.parameter_server.closures import Closure, ClosureQueue
-
-LIMIT = 20.0
 
 
 def closure():

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from calls import until
+from calls import LIMIT, until
 
 import inprocess
 import strategies
@@ -12,8 +12,6 @@ from strategies.errors import UnavailableError
 from strategies.parameter_server import ClusterCoordinator, ParameterServerStrategy
 from strategies.rpc import Task
 from tapped import silence
-
-LIMIT = 20.0
 
 over = threading.Event()
 

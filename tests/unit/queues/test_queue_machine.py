@@ -10,6 +10,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
+from test_queues import Pending
 
 import pairwise
 from strategies.errors import CancelledError, DeadlineExceededError, OutOfRangeError
@@ -134,23 +135,6 @@ class Model:
     def finish(line, one):
         line.remove(one)
         one["done"] = True
-
-
-class Pending:
-    """An operation submitted without a thread; tells whether and how often it has finished."""
-
-    def __init__(self, queue, attempt):
-        self.attempt, self.calls = attempt, 0
-        attempt.on_done = self.called
-        queue.state_machine.submit(attempt)
-
-    def called(self):
-        self.calls += 1
-
-    @property
-    def done(self):
-        assert self.calls == self.attempt.done
-        return self.attempt.done
 
 
 class QueueMachine(RuleBasedStateMachine):

@@ -3,7 +3,7 @@
 import threading
 
 import pytest
-from calls import in_thread, together, until
+from calls import LIMIT, in_thread, together, until
 
 import elsewhere
 from strategies.errors import (
@@ -15,8 +15,6 @@ from strategies.errors import (
 from strategies.queues.queue_types import FIFOQueue
 from strategies.queues.remote import shared_queue
 from strategies.rpc import MutexLock
-
-LIMIT = 20.0
 
 
 @pytest.fixture

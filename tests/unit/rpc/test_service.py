@@ -6,7 +6,7 @@ import time
 
 import numpy as np
 import pytest
-from calls import until
+from calls import LIMIT, until
 
 import elsewhere
 from collectives import extend
@@ -27,8 +27,6 @@ from strategies.rpc.message import Kind
 from strategies.rpc.message_loop import MessageLoop
 from strategies.rpc.registry import Address, ResourceType, register_type
 from tapped import silence
-
-LIMIT = 20.0
 
 
 @pytest.fixture

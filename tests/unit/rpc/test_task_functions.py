@@ -7,7 +7,7 @@ from concurrent.futures import CancelledError as NotWanted
 
 import numpy as np
 import pytest
-from calls import until
+from calls import LIMIT, until
 
 import elsewhere
 from strategies.core.thread_pool import ThreadPool
@@ -21,8 +21,6 @@ from strategies.errors import (
     UnknownError,
 )
 from strategies.rpc import Task, functions
-
-LIMIT = 20.0
 
 gate = threading.Event()
 calls = []

@@ -50,29 +50,21 @@ def training(tmp_path):
         yield made
 
 
-def test_a_checkpoint_at_the_beginning_every_so_many_steps_and_at_the_end(training):
-    with TrainingSession(training.saver, save_steps=3, hooks=[hooks.StopAtStep(7)]) as session:
+@pytest.mark.parametrize(
+    ("rhythm", "last", "saved"),
+    [
+        ({"save_steps": 3}, 7, [0, 3, 6, 7]),
+        ({"save_steps": 3}, 6, [0, 3, 6]),  # the last step is not saved twice
+        ({"save_seconds": 1e-6}, 3, [0, 1, 2, 3]),
+        ({"save_seconds": None}, 5, [0, 5]),
+    ],
+)
+def test_checkpoints_at_the_beginning_by_the_rhythm_and_at_the_end(training, rhythm, last, saved):
+    with TrainingSession(training.saver, hooks=[hooks.StopAtStep(last)], **rhythm) as session:
         train(session, training.step)
-    assert training.steps_saved() == [0, 3, 6, 7]
-
-
-def test_the_last_step_is_not_saved_twice(training):
-    with TrainingSession(training.saver, save_steps=3, hooks=[hooks.StopAtStep(6)]) as session:
-        train(session, training.step)
-    assert training.steps_saved() == [0, 3, 6]
-    assert checkpoint.restore(training.checkpoints.latest()).tensors["weights"].tolist() == [6, 6]
-
-
-def test_by_seconds(training):
-    with TrainingSession(training.saver, save_seconds=1e-6, hooks=[hooks.StopAtStep(3)]) as session:
-        train(session, training.step)
-    assert training.steps_saved() == [0, 1, 2, 3]
-
-
-def test_without_a_rhythm_only_the_beginning_and_the_end(training):
-    with TrainingSession(training.saver, save_seconds=None, hooks=[hooks.StopAtStep(5)]) as session:
-        train(session, training.step)
-    assert training.steps_saved() == [0, 5]
+    assert training.steps_saved() == saved
+    weights = checkpoint.restore(training.checkpoints.latest()).tensors["weights"]
+    assert weights.tolist() == [last, last]
 
 
 def test_it_goes_on_from_the_newest_checkpoint(training, tmp_path):

@@ -9,12 +9,10 @@ from contextlib import nullcontext
 from pathlib import Path
 
 import pytest
-from calls import until
+from calls import LIMIT, until
 
 from collectives.tracing import timeline
 from collectives.tracing.timeline import timeline_span
-
-LIMIT = 20.0
 
 
 @pytest.fixture(autouse=True)

@@ -7,7 +7,7 @@ from functools import partial
 
 import numpy as np
 import pytest
-from calls import in_thread, together, until
+from calls import LIMIT, in_thread, together, until
 
 import collectives as cc
 import elsewhere
@@ -32,8 +32,6 @@ from strategies.variables import (
 from strategies.variables.array_input import take_ownership
 from strategies.variables.stored_variable import StoredVariable
 from tapped import silence
-
-LIMIT = 20.0
 
 
 @pytest.fixture
