@@ -66,46 +66,42 @@ def test_tensors(torch, dtype, scale):
     inprocess.run_ranks(2, check, "synchronous", timeout=60)
 
 
-def test_tensors_that_become_ready_one_after_the_other(torch):
-    def check(comm):
-        like = [torch.zeros(n, device="cuda") for n in (1000, 3_000_000, 7)]
-        with comm.plan_buckets(like) as buckets:
-            for step in range(3):
-                with torch.cuda.stream(torch.cuda.Stream()):
-                    for i, view in enumerate(buckets.views):
-                        view.zero_()
-                        for _ in range(20):
-                            view += step + comm.rank  # still under way when it is ready
-                        buckets.ready(i)
-                    for result in buckets.wait():
-                        assert bool((result == 20 * (step + 0.5)).all())
-
-    inprocess.run_ranks(2, check, "synchronous", timeout=60)
+@inprocess.on_ranks(2, mode="synchronous", timeout=60)
+def test_tensors_that_become_ready_one_after_the_other(comm, torch):
+    like = [torch.zeros(n, device="cuda") for n in (1000, 3_000_000, 7)]
+    with comm.plan_buckets(like) as buckets:
+        for step in range(3):
+            with torch.cuda.stream(torch.cuda.Stream()):
+                for i, view in enumerate(buckets.views):
+                    view.zero_()
+                    for _ in range(20):
+                        view += step + comm.rank  # still under way when it is ready
+                    buckets.ready(i)
+                for result in buckets.wait():
+                    assert bool((result == 20 * (step + 0.5)).all())
 
 
 @pytest.mark.parametrize("overlap", [False, True])
-def test_gradients_of_a_model_are_views_of_buckets(torch, overlap):
-    def check(comm):
-        w = torch.nn.Parameter(torch.zeros(1_000_000, device="cuda"))
-        b = torch.nn.Parameter(torch.zeros(3, device="cuda"))
-        optimizer = strategies.DistributedOptimizer(
-            torch.optim.SGD([w, b], lr=1.0),
-            named_parameters=[("w", w), ("b", b)],
-            comm=comm,
-            overlap=overlap,
-        )
-        places = set()
-        for step in range(3):
-            optimizer.zero_grad()
-            ((comm.rank + step) * (w.sum() + b.sum())).backward()
-            optimizer.step()
-            places.add(w.grad.data_ptr())
-        assert len(places) == 1
-        assert bool((w == -(0.5 + 1.5 + 2.5)).all())
-        assert bool((b == -(0.5 + 1.5 + 2.5)).all())
-        optimizer.close()
-
-    inprocess.run_ranks(2, check, "synchronous", timeout=60)
+@inprocess.on_ranks(2, mode="synchronous", timeout=60)
+def test_gradients_of_a_model_are_views_of_buckets(comm, torch, overlap):
+    w = torch.nn.Parameter(torch.zeros(1_000_000, device="cuda"))
+    b = torch.nn.Parameter(torch.zeros(3, device="cuda"))
+    optimizer = strategies.DistributedOptimizer(
+        torch.optim.SGD([w, b], lr=1.0),
+        named_parameters=[("w", w), ("b", b)],
+        comm=comm,
+        overlap=overlap,
+    )
+    places = set()
+    for step in range(3):
+        optimizer.zero_grad()
+        ((comm.rank + step) * (w.sum() + b.sum())).backward()
+        optimizer.step()
+        places.add(w.grad.data_ptr())
+    assert len(places) == 1
+    assert bool((w == -(0.5 + 1.5 + 2.5)).all())
+    assert bool((b == -(0.5 + 1.5 + 2.5)).all())
+    optimizer.close()
 
 
 @pytest.mark.parametrize("half", HALVES, ids=str)
@@ -122,11 +118,9 @@ def test_the_kernels_scale_as_float32(cupy, half):
     np.testing.assert_array_equal(out.get(), expected.view(np.uint16))
 
 
-def test_compression_rounds_a_bucket_on_its_device(cupy):
-    def check(comm):
-        like = [cupy.zeros(n, np.float32) for n in (1_000_000, 17)]
-        with comm.plan_buckets(like, compression=cc.FP16) as buckets:
-            for result in buckets.allreduce([x + comm.rank for x in like]):
-                assert bool((result == (comm.size - 1) / 2).all())
-
-    inprocess.run_ranks(3, check, "synchronous", timeout=60)
+@inprocess.on_ranks(3, mode="synchronous", timeout=60)
+def test_compression_rounds_a_bucket_on_its_device(comm, cupy):
+    like = [cupy.zeros(n, np.float32) for n in (1_000_000, 17)]
+    with comm.plan_buckets(like, compression=cc.FP16) as buckets:
+        for result in buckets.allreduce([x + comm.rank for x in like]):
+            assert bool((result == (comm.size - 1) / 2).all())

@@ -75,47 +75,41 @@ def test_slices_pass_while_the_device_still_computes(cupy, shared, compression):
     inprocess.run_ranks(3, check, "synchronous", timeout=60, settings=settings)
 
 
-def test_the_caller_s_next_work_sees_the_result(cupy):
-    def check(comm):
-        x = cupy.ones(MANY, np.float32)
-        for _ in range(10):
-            comm.allreduce(x, op=cc.MEAN, out=x)
+@inprocess.on_ranks(2, mode="synchronous", timeout=60)
+def test_the_caller_s_next_work_sees_the_result(comm, cupy):
+    x = cupy.ones(MANY, np.float32)
+    for _ in range(10):
+        comm.allreduce(x, op=cc.MEAN, out=x)
+        x += 1
+    assert bool((x == 11).all())
+
+
+@inprocess.on_ranks(2, mode="synchronous", timeout=60)
+def test_asynchronous_operations_come_after_what_computes_their_arrays(comm, cupy):
+    with cupy.cuda.Stream(non_blocking=True):
+        x = cupy.zeros(MANY, np.float32)
+        for _ in range(50):
             x += 1
-        assert bool((x == 11).all())
-
-    inprocess.run_ranks(2, check, "synchronous", timeout=60)
-
-
-def test_asynchronous_operations_come_after_what_computes_their_arrays(cupy):
-    def check(comm):
-        with cupy.cuda.Stream(non_blocking=True):
-            x = cupy.zeros(MANY, np.float32)
-            for _ in range(50):
-                x += 1
-            request = comm.allreduce_async(x, op=cc.SUM)
-        assert bool((request.wait() == 50 * comm.size).all())
-
-    inprocess.run_ranks(2, check, "synchronous", timeout=60)
+        request = comm.allreduce_async(x, op=cc.SUM)
+    assert bool((request.wait() == 50 * comm.size).all())
 
 
 @pytest.mark.parametrize("dtype", ["float32", "bfloat16", "int64", "complex64"])
-def test_tensors_of_torch_pass_in_slices(torch, dtype):
-    def check(comm):
-        kind = getattr(torch, dtype)
-        with torch.cuda.stream(torch.cuda.Stream()):
-            x = torch.zeros(MANY, device="cuda", dtype=kind)
-            for _ in range(20):
-                x += 1
-            result = comm.allreduce(x, op=cc.SUM)
-            assert comm.broadcast(x, 0, out=x) is x
-        assert (result.device, result.dtype) == (x.device, kind)
-        assert bool((result == 20 * comm.size).all())
-        wide = torch.zeros(MANY, 2, device="cuda", dtype=kind)
-        comm.allreduce(x, op=cc.SUM, out=wide[:, 0])
-        assert bool((wide[:, 0] == 20 * comm.size).all())
-        assert not bool(wide[:, 1].any())
-
-    inprocess.run_ranks(2, check, "synchronous", timeout=60)
+@inprocess.on_ranks(2, mode="synchronous", timeout=60)
+def test_tensors_of_torch_pass_in_slices(comm, torch, dtype):
+    kind = getattr(torch, dtype)
+    with torch.cuda.stream(torch.cuda.Stream()):
+        x = torch.zeros(MANY, device="cuda", dtype=kind)
+        for _ in range(20):
+            x += 1
+        result = comm.allreduce(x, op=cc.SUM)
+        assert comm.broadcast(x, 0, out=x) is x
+    assert (result.device, result.dtype) == (x.device, kind)
+    assert bool((result == 20 * comm.size).all())
+    wide = torch.zeros(MANY, 2, device="cuda", dtype=kind)
+    comm.allreduce(x, op=cc.SUM, out=wide[:, 0])
+    assert bool((wide[:, 0] == 20 * comm.size).all())
+    assert not bool(wide[:, 1].any())
 
 
 @pytest.mark.parametrize("aware", ["off", "on"])

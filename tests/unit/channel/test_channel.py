@@ -153,31 +153,29 @@ def test_bells_leave_no_file_descriptor():
 # Channels.
 
 
-def test_long_buffers_are_reused_when_the_program_holds_no_view():
-    def run(comm):
-        chan = extend.open_channel(comm)
-        if comm.rank == 0:
-            for number in range(4):
-                chan.send(1, [np.full(1_000_000, number, np.uint8)])
-                flush(chan)
-                comm.barrier()
-        else:
-            kept, places = [], []
-            for number in range(4):
-                (got,) = receive(chan).frames
-                assert set(got.tolist()) == {number}
-                places.append(got.__array_interface__["data"][0])
-                if number < 2:
-                    kept.append(got[5:].view(np.int8))  # a view counts
-                del got
-                comm.barrier()
-            assert len(set(places[:3])) == 3
-            assert places[3] == places[2]
-            assert [set(k.tolist()) for k in kept] == [{0}, {1}]
-        comm.barrier()
-        chan.close(all_together=True)
-
-    inprocess.run_ranks(2, run, "synchronous")
+@inprocess.on_ranks(2, mode="synchronous")
+def test_long_buffers_are_reused_when_the_program_holds_no_view(comm):
+    chan = extend.open_channel(comm)
+    if comm.rank == 0:
+        for number in range(4):
+            chan.send(1, [np.full(1_000_000, number, np.uint8)])
+            flush(chan)
+            comm.barrier()
+    else:
+        kept, places = [], []
+        for number in range(4):
+            (got,) = receive(chan).frames
+            assert set(got.tolist()) == {number}
+            places.append(got.__array_interface__["data"][0])
+            if number < 2:
+                kept.append(got[5:].view(np.int8))  # a view counts
+            del got
+            comm.barrier()
+        assert len(set(places[:3])) == 3
+        assert places[3] == places[2]
+        assert [set(k.tolist()) for k in kept] == [{0}, {1}]
+    comm.barrier()
+    chan.close(all_together=True)
 
 
 class Clock:
