@@ -14,28 +14,7 @@ Example:
     True
 """
 
-from strategies.model_parallel.collectives_with_grad import (
-    Backward,
-    allgather,
-    allreduce,
-    alltoall,
-    broadcast,
-    gather,
-    recv,
-    reduce_scatter,
-    scatter,
-    send,
-)
+from strategies.model_parallel import collectives_with_grad
+from strategies.model_parallel.collectives_with_grad import *  # noqa: F403  # listed there
 
-__all__ = [
-    "Backward",
-    "allgather",
-    "allreduce",
-    "alltoall",
-    "broadcast",
-    "gather",
-    "recv",
-    "reduce_scatter",
-    "scatter",
-    "send",
-]
+__all__ = collectives_with_grad.__all__

@@ -106,6 +106,11 @@ def everyone(comm):
     made.close()
 
 
+class Rounds(type(hvd.Compression.fp16) if hvd else object):
+    def compress(self, tensor):
+        return tensor.round(), None
+
+
 def refusals():
     """What all ranks do wrong, which Horovod refuses too: call and words of the error."""
     layer, other = torch.nn.Linear(3, 2), torch.nn.Linear(3, 2)
@@ -168,6 +173,16 @@ def refusals():
             lambda s: wrap(s, op=hvd.Sum, gradient_predivide_factor=2.0),
             "is for MEAN",
         ),
+        "an op of optimizers": (lambda s: wrap(s, op=hvd.Max), "expected MEAN or SUM"),
+        "a compression by name": (
+            lambda s: wrap(s, compression="fp16"),
+            "expected Compression.none, fp16 or bf16 as",
+        ),
+        "a compression of the program": (
+            lambda s: wrap(s, compression=Rounds(None, cc.NONE)),
+            "without calls of Rounds.compress",
+        ),
+        "a negative num_groups": (lambda s: wrap(s, num_groups=-1), "num_groups"),
         "no passes": (lambda s: wrap(s, backward_passes_per_step=0), "backward_passes_per_step"),
         "parameters of text": (
             lambda s: hvd.broadcast_parameters("weight", 0, process_set=s),

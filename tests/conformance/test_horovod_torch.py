@@ -300,30 +300,6 @@ def test_gradients_can_be_clipped_between_synchronize_and_step(comm):
         optimizer.close()
 
 
-class Rounds(type(hvd.Compression.fp16) if hvd else object):
-    def compress(self, tensor):
-        return tensor.round(), None
-
-
-def test_wrong_options_of_the_optimizer(comm):
-    with everyone(comm) as ranks:
-        model = network()
-        named = list(model.named_parameters())
-        for options, words in (
-            ({"op": hvd.Max}, "expected MEAN or SUM"),
-            ({"compression": "fp16"}, "expected Compression.none, fp16 or bf16 as"),
-            ({"compression": Rounds(None, cc.NONE)}, "without calls of Rounds.compress"),
-            ({"num_groups": -1}, "num_groups"),
-            ({"groups": [[named[0][1]], [named[0][1]]]}, "in two groups"),
-            ({"backward_passes_per_step": 0}, "backward_passes_per_step"),
-            ({"op": hvd.Sum, "gradient_predivide_factor": 2.0}, "is for MEAN"),
-        ):
-            with pytest.raises((TypeError, ValueError), match=words):
-                hvd.DistributedOptimizer(
-                    torch.optim.SGD(model.parameters(), 0.1), named, process_set=ranks, **options
-                )
-
-
 ADASUM = {
     "sgd": lambda parameters: torch.optim.SGD(parameters, 0.1),
     "momentum": lambda parameters: torch.optim.SGD(parameters, 0.1, momentum=0.9),
