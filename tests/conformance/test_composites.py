@@ -13,7 +13,6 @@ from collectives.communicator import group_of
 from collectives.fusion.layouts import FusionCache
 from requirements import installed
 
-HUGE = np.array([2**63 + 1], np.uint64)  # would be negative as int64
 SHAPES = [(3, 4), (0,), (), (1,), (70_001,), (5, 0), (17,)]
 
 
@@ -231,29 +230,6 @@ def test_objects_reach_all_ranks(comm, size):
     assert [len(part["text"]) - size for part in found] == list(range(comm.size))
     last = comm.broadcast_object(own, root=comm.size - 1)
     assert last == found[-1]
-
-
-@pytest.mark.parametrize(
-    ("kind", "words", "call"),
-    [
-        (ValueError, "index for every", lambda c: c.sparse_allreduce([1, 2], np.ones((1, 2)))),
-        (ValueError, "out of range", lambda c: c.sparse_allreduce([-1], np.ones((1, 2)))),
-        (ValueError, "out of range", lambda c: c.sparse_allreduce([7], np.ones(1), num_rows=7)),
-        (ValueError, "out of range", lambda c: c.sparse_allreduce(HUGE, np.ones(1))),
-        (TypeError, "not integers", lambda c: c.sparse_allreduce([0.5], np.ones(1))),
-        (TypeError, "SUM or MEAN", lambda c: c.sparse_allreduce([0], np.ones(1), op=cc.MAX)),
-        (ValueError, "unknown algorithm, expected one of auto rows dense, got 'ring'",
-         lambda c: c.sparse_allreduce([0], np.ones(1), algorithm="ring")),
-        (ValueError, "'dense' needs num_rows",
-         lambda c: c.sparse_allreduce([0], np.ones(1), algorithm="dense")),
-        (ValueError, "each at most once", lambda c: c.group([0, 0])),
-        (ValueError, "counts do not fit", lambda c: c.alltoall(np.zeros(3), counts=[1] * 9)),
-    ],
-)  # fmt: skip
-def test_wrong_use_says_what_was_expected(comm, kind, words, call):
-    with pytest.raises(kind, match=words):
-        call(comm)
-    assert comm.allreduce(1, op=cc.SUM) == comm.size
 
 
 def test_a_group_numbers_its_ranks_in_the_order_given(comm):

@@ -9,6 +9,7 @@ import pytest
 
 import collectives as cc
 import listed
+import oracle
 from collectives.communicator import group_of
 from collectives.core.settings import Settings
 from collectives.transport.transport import describe_ranks
@@ -180,6 +181,11 @@ def test_wrong_use_on_one_rank_is_an_error_on_all(comm, kind, call):
     assert comm.allreduce(1, op=cc.SUM) == comm.size
 
 
+X, N = np.ones(4), np.arange(4)
+FIXED = np.broadcast_to(np.float32(1), (4, 2))
+HUGE = np.array([2**63 + 1], np.uint64)  # would be negative as int64
+
+
 @pytest.mark.parametrize(
     ("kind", "words", "call"),
     [
@@ -205,6 +211,70 @@ def test_wrong_use_on_one_rank_is_an_error_on_all(comm, kind, call):
         (ValueError, "integers of 64 bits, got color 9223372036854775808 and key 0",
          lambda c: c.split(1 << 63)),
         (ValueError, "color is negative", lambda c: c.split(-1)),
+        (ValueError, "not contiguous", lambda c: c.plan_allreduce(np.zeros((4, 4))[:, 1])),
+        (ValueError, "read-only", lambda c: c.plan_allreduce(np.broadcast_to(1.0, 3))),
+        (TypeError, "mean of integers", lambda c: c.plan_allreduce(N)),
+        (ValueError, r"dimension is negative, got \(-1,\)", lambda c: c.shared_empty(-1, float)),
+        (ValueError, "index for every", lambda c: c.sparse_allreduce([1, 2], np.ones((1, 2)))),
+        (ValueError, "out of range", lambda c: c.sparse_allreduce([-1], np.ones((1, 2)))),
+        (ValueError, "out of range", lambda c: c.sparse_allreduce([7], np.ones(1), num_rows=7)),
+        (ValueError, "out of range", lambda c: c.sparse_allreduce(HUGE, np.ones(1))),
+        (TypeError, "not integers", lambda c: c.sparse_allreduce([0.5], np.ones(1))),
+        (TypeError, "SUM or MEAN", lambda c: c.sparse_allreduce([0], np.ones(1), op=cc.MAX)),
+        (ValueError, "unknown algorithm, expected one of auto rows dense, got 'ring'",
+         lambda c: c.sparse_allreduce([0], np.ones(1), algorithm="ring")),
+        (ValueError, "'dense' needs num_rows",
+         lambda c: c.sparse_allreduce([0], np.ones(1), algorithm="dense")),
+        (ValueError, "each at most once", lambda c: c.group([0, 0])),
+        (ValueError, "counts do not fit", lambda c: c.alltoall(np.zeros(3), counts=[1] * 9)),
+        (TypeError, "only integers and bool", lambda c: c.allreduce(X, op=cc.BITWISE_AND)),
+        (TypeError, "BITWISE_OR of bfloat16",
+         lambda c: c.allreduce(X.astype(oracle.BFLOAT16), op=cc.BITWISE_OR)),
+        (TypeError, "only integers need it", lambda c: c.reduce(X, op=cc.INTEGER_MEAN)),
+        (TypeError, "SUM of int64 cannot be scaled",
+         lambda c: c.allreduce(N, op=cc.SUM, prescale=2)),
+        (TypeError, "LOGICAL_OR of float64 cannot be scaled",
+         lambda c: c.allreduce(X, op=cc.LOGICAL_OR, postscale=2)),
+        (TypeError, "prescale is not a real number, got 'a'",
+         lambda c: c.allreduce(X, prescale="a")),
+        (TypeError, "postscale is not a real number",
+         lambda c: c.reduce_scatter(X, postscale=np.ones(3))),
+        (ValueError, "postscale is not finite, got nan",
+         lambda c: c.grouped_allreduce([X], postscale=float("nan"))),
+        (TypeError, "LOGICAL_OR is not supported, only by",
+         lambda c: c.plan_buckets([((3,), "float32")], op=cc.LOGICAL_OR)),
+        (TypeError, "MINLOC is not supported, only by",
+         lambda c: c.grouped_allreduce([X], op=cc.MINLOC)),
+        (TypeError, r"expected x = \(values, indices\), got ndarray",
+         lambda c: c.allreduce(X, op=cc.MINLOC)),
+        ((TypeError, cc.MismatchError), "expected out = ",
+         lambda c: c.reduce((X, N), out=None if c.rank else X, op=cc.MINLOC)),
+        (TypeError, "not integers, got float64", lambda c: c.allreduce((X, X), op=cc.MAXLOC)),
+        (ValueError, "different shapes",
+         lambda c: c.reduce_scatter((X, N[:2]), op=cc.MAXLOC)),
+        (TypeError, "MINLOC has no scales",
+         lambda c: c.allreduce((X, N), op=cc.MINLOC, prescale=2)),
+        (TypeError, "complex numbers have no order",
+         lambda c: c.allreduce((X + 1j, N), op=cc.MINLOC)),
+        (ValueError, "not contiguous", lambda c: c.plan_broadcast(np.ones((4, 2)).T)),
+        (ValueError, "read-only", lambda c: c.plan_allgather(FIXED)),
+        (TypeError, "must be a tensor", lambda c: c.plan_reduce_scatter([1.0, 2.0])),
+        (ValueError, "no such root", lambda c: c.plan_broadcast(np.ones(2), c.size)),
+        (ValueError, "a scalar has no rows", lambda c: c.plan_reduce_scatter(np.ones(()))),
+        (ValueError, "counts do not fit",
+         lambda c: c.plan_reduce_scatter(np.ones(3), counts=[1] * (c.size + 3))),
+        ((ValueError, cc.MismatchError), "out has the wrong shape",
+         lambda c: c.plan_allgather(np.ones(3), out=np.ones(3 * c.size + (c.rank == 0)))),
+        (ValueError, "out is not contiguous",
+         lambda c: c.plan_allgather(np.ones(3), out=np.ones(6 * c.size)[::2])),
+        (TypeError, "only integers need it",
+         lambda c: c.plan_reduce_scatter(np.ones(3), op=cc.INTEGER_MEAN)),
+        (TypeError, "SUM of int64 cannot be scaled",
+         lambda c: c.plan_allreduce(np.ones(3, int), op=cc.SUM, prescale=2)),
+        (TypeError, "MINLOC has no scales",
+         lambda c: c.plan_allreduce((np.ones(3), np.ones(3, int)), op=cc.MINLOC, prescale=2)),
+        (ValueError, "plan_allgather: unknown algorithm, expected one of auto node ring",
+         lambda c: c.plan_allgather(np.ones(3), algorithm="rings")),
     ],
 )  # fmt: skip
 def test_wrong_use_on_all_ranks_says_what_was_expected(comm, kind, words, call):

@@ -161,46 +161,6 @@ X = np.ones(4)
 N = np.arange(4)
 
 
-@pytest.mark.parametrize(
-    ("kind", "words", "call"),
-    [
-        (TypeError, "only integers and bool", lambda c: c.allreduce(X, op=cc.BITWISE_AND)),
-        (TypeError, "BITWISE_OR of bfloat16",
-         lambda c: c.allreduce(X.astype(oracle.BFLOAT16), op=cc.BITWISE_OR)),
-        (TypeError, "only integers need it", lambda c: c.reduce(X, op=cc.INTEGER_MEAN)),
-        (TypeError, "SUM of int64 cannot be scaled",
-         lambda c: c.allreduce(N, op=cc.SUM, prescale=2)),
-        (TypeError, "LOGICAL_OR of float64 cannot be scaled",
-         lambda c: c.allreduce(X, op=cc.LOGICAL_OR, postscale=2)),
-        (TypeError, "prescale is not a real number, got 'a'",
-         lambda c: c.allreduce(X, prescale="a")),
-        (TypeError, "postscale is not a real number",
-         lambda c: c.reduce_scatter(X, postscale=np.ones(3))),
-        (ValueError, "postscale is not finite, got nan",
-         lambda c: c.grouped_allreduce([X], postscale=float("nan"))),
-        (TypeError, "LOGICAL_OR is not supported, only by",
-         lambda c: c.plan_buckets([((3,), "float32")], op=cc.LOGICAL_OR)),
-        (TypeError, "MINLOC is not supported, only by",
-         lambda c: c.grouped_allreduce([X], op=cc.MINLOC)),
-        (TypeError, r"expected x = \(values, indices\), got ndarray",
-         lambda c: c.allreduce(X, op=cc.MINLOC)),
-        (TypeError, "expected out = ", lambda c: c.reduce((X, N), out=X, op=cc.MINLOC)
-            if c.rank == 0 else c.reduce((X, N), op=cc.MINLOC)),
-        (TypeError, "not integers, got float64", lambda c: c.allreduce((X, X), op=cc.MAXLOC)),
-        (ValueError, "different shapes",
-         lambda c: c.reduce_scatter((X, N[:2]), op=cc.MAXLOC)),
-        (TypeError, "MINLOC has no scales",
-         lambda c: c.allreduce((X, N), op=cc.MINLOC, prescale=2)),
-        (TypeError, "complex numbers have no order",
-         lambda c: c.allreduce((X + 1j, N), op=cc.MINLOC)),
-    ],
-)  # fmt: skip
-def test_wrong_use_says_what_was_expected(comm, kind, words, call):
-    with pytest.raises((kind, cc.MismatchError), match=words):
-        call(comm)
-    assert comm.allreduce(1, op=cc.SUM) == comm.size
-
-
 def located(pairs, op):
     """The best values of all ranks, and where they are; a NaN is better than every number."""
     values, where = (np.stack(arrays) for arrays in zip(*pairs, strict=True))

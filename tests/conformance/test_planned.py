@@ -194,39 +194,6 @@ def test_ranks_that_call_other_plans_all_say_so(comm):
     assert comm.allreduce(1, op=cc.SUM) == comm.size
 
 
-FIXED = np.broadcast_to(np.float32(1), (4, 2))
-
-
-@pytest.mark.parametrize(
-    ("kind", "words", "call"),
-    [
-        (ValueError, "not contiguous", lambda c: c.plan_broadcast(np.ones((4, 2)).T)),
-        (ValueError, "read-only", lambda c: c.plan_allgather(FIXED)),
-        (TypeError, "must be a tensor", lambda c: c.plan_reduce_scatter([1.0, 2.0])),
-        (ValueError, "no such root", lambda c: c.plan_broadcast(np.ones(2), c.size)),
-        (ValueError, "a scalar has no rows", lambda c: c.plan_reduce_scatter(np.ones(()))),
-        (ValueError, "counts do not fit",
-         lambda c: c.plan_reduce_scatter(np.ones(3), counts=[1] * (c.size + 3))),
-        (ValueError, "out has the wrong shape",
-         lambda c: c.plan_allgather(np.ones(3), out=np.ones(3 * c.size + (c.rank == 0)))),
-        (ValueError, "out is not contiguous",
-         lambda c: c.plan_allgather(np.ones(3), out=np.ones(6 * c.size)[::2])),
-        (TypeError, "only integers need it",
-         lambda c: c.plan_reduce_scatter(np.ones(3), op=cc.INTEGER_MEAN)),
-        (TypeError, "SUM of int64 cannot be scaled",
-         lambda c: c.plan_allreduce(np.ones(3, int), op=cc.SUM, prescale=2)),
-        (TypeError, "MINLOC has no scales",
-         lambda c: c.plan_allreduce((np.ones(3), np.ones(3, int)), op=cc.MINLOC, prescale=2)),
-        (ValueError, "plan_allgather: unknown algorithm, expected one of auto node ring",
-         lambda c: c.plan_allgather(np.ones(3), algorithm="rings")),
-    ],
-)  # fmt: skip
-def test_wrong_use_says_what_was_expected(comm, kind, words, call):
-    with pytest.raises((kind, cc.MismatchError), match=words):
-        call(comm)
-    assert comm.allreduce(1, op=cc.SUM) == comm.size
-
-
 def test_an_out_in_which_the_array_lies_elsewhere_is_refused(comm):
     out = np.zeros(3 * comm.size + 1)
     last = comm.rank == comm.size - 1
