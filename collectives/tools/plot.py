@@ -3,7 +3,8 @@
 from __future__ import annotations
 
 import re
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -14,7 +15,16 @@ if TYPE_CHECKING:
 
     from collectives.tools.explain import CurvePoint
 
-__all__ = ["check", "draw", "draw_curve", "draw_efficiency", "draw_sizes", "is_possible", "save"]
+__all__ = [
+    "check",
+    "draw",
+    "draw_curve",
+    "draw_efficiency",
+    "draw_sizes",
+    "empty",
+    "is_possible",
+    "save",
+]
 
 # Colours of matplotlib -> (name in an SVG, colour on a light card, colour on a dark card). Text and
 # lines have a contrast of at least 3 : 1 on both, as pictures need.
@@ -113,7 +123,7 @@ def draw(
         bus_factor: busbw / algbw.
         path: path of the file.
     """
-    figure = _figure(10)
+    figure = empty(10)
     left, right = figure.subplots(1, 2)
     nbytes = np.array([row["bytes"] for row in rows])
     ours = np.array([row["median"] for row in rows])
@@ -136,57 +146,51 @@ def draw(
 
 def draw_curve(title: str, points: Sequence[CurvePoint], path: Path) -> None:
     """Draw a curve into a file: all algorithms, and the choice of "auto"."""
-    figure = _figure(7)
-    axes = figure.subplots()
-    for name in dict.fromkeys(name for point in points for name in point.times):
-        # An algorithm may exist for some numbers of nodes only.
-        known = [(point.nodes, 1e3 * point.times[name]) for point in points if name in point.times]
-        axes.loglog(*zip(*known, strict=True), "--", label=name, alpha=0.6)
-    nodes, times = zip(*((point.nodes, 1e3 * point.seconds) for point in points), strict=True)
-    axes.loglog(nodes, times, "ko-", label="auto, with its comparison")
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("nodes")
-    axes.set_ylabel("estimated ms")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    axes.set_title(title)
-    save(figure, path)
+    with _axes(title, "nodes", "estimated ms", path) as axes:
+        for name in dict.fromkeys(name for point in points for name in point.times):
+            # An algorithm may exist for some numbers of nodes only.
+            known = [(p.nodes, 1e3 * p.times[name]) for p in points if name in p.times]
+            axes.loglog(*zip(*known, strict=True), "--", label=name, alpha=0.6)
+        nodes, times = zip(*((point.nodes, 1e3 * point.seconds) for point in points), strict=True)
+        axes.loglog(nodes, times, "ko-", label="auto, with its comparison")
+        axes.legend()
 
 
 def draw_sizes(title: str, curves: Mapping[str, Sequence[tuple[int, float]]], path: Path) -> None:
     """Draw times of calls by size into a file: name -> (bytes, seconds)."""
-    figure = _figure(7)
-    axes = figure.subplots()
-    for name, points in curves.items():
-        axes.loglog(*zip(*((n, 1e3 * s) for n, s in points), strict=True), "o-", label=name)
-    axes.set_xscale("log", base=2)
-    axes.set_xlabel("bytes")
-    axes.set_ylabel("simulated ms")
-    axes.grid(alpha=0.3)
-    axes.legend()
-    axes.set_title(title)
-    save(figure, path)
+    with _axes(title, "bytes", "simulated ms", path) as axes:
+        for name, points in curves.items():
+            axes.loglog(*zip(*((n, 1e3 * s) for n, s in points), strict=True), "o-", label=name)
+        axes.legend()
 
 
 def draw_efficiency(title: str, curve: Sequence[tuple[int, float]], path: Path) -> None:
     """Draw the efficiency of a step into a file: (machines, share)."""
-    figure = _figure(7)
+    with _axes(title, "machines", "efficiency, %", path) as axes:
+        axes.semilogx(*zip(*((n, 100 * share) for n, share in curve), strict=True), "o-")
+        axes.set_ylim(0, 102)
+
+
+@contextmanager
+def _axes(title: str, across: str, up: str, path: Path) -> Iterator[Any]:
+    """Save what the block draws, over powers of two."""
+    figure = empty(7)
     axes = figure.subplots()
-    axes.semilogx(*zip(*((n, 100 * share) for n, share in curve), strict=True), "o-", base=2)
-    axes.set_xlabel("machines")
-    axes.set_ylabel("efficiency, %")
-    axes.set_ylim(0, 102)
+    yield axes
+    axes.set_xscale("log", base=2)
+    axes.set_xlabel(across)
+    axes.set_ylabel(up)
     axes.grid(alpha=0.3)
     axes.set_title(title)
     save(figure, path)
 
 
-def _figure(width: float) -> Figure:
-    """Return an empty figure of this width in inches."""
+def empty(width: float, height: float = 4) -> Figure:
+    """Return an empty figure of this size in inches."""
     from matplotlib.backends.backend_agg import FigureCanvasAgg
     from matplotlib.figure import Figure
 
     # Without pyplot, which keeps global state and looks for a display.
-    figure = Figure(figsize=(width, 4), layout="constrained")
+    figure = Figure(figsize=(width, height), layout="constrained")
     FigureCanvasAgg(figure)
     return figure

@@ -203,12 +203,9 @@ def report(ranks: Ranks) -> str:
 
 def draw(ranks: Ranks, path: Path) -> None:
     """Draw a row per rank, with its spans and calls; the suffix of `path` is the format."""
-    from matplotlib.backends.backend_agg import FigureCanvasAgg
-    from matplotlib.figure import Figure
     from matplotlib.patches import Patch
 
-    figure = Figure(figsize=(11, 1.2 + 0.8 * len(ranks)), layout="constrained")
-    FigureCanvasAgg(figure)
+    figure = plot.empty(11, 1.2 + 0.8 * len(ranks))
     axes = figure.subplots()
     zero, _ = limits(ranks)
     for row, rank in enumerate(ranks.values()):
