@@ -125,22 +125,11 @@ def unaligned(dtype):
     return [(x, out), (x, x)]
 
 
-@pytest.mark.algorithms("allreduce")
 @pytest.mark.parametrize("pairs", [overlapping, unaligned])
-def test_allreduce_takes_an_out_that_overlaps_or_lies_anywhere(world, algorithm, pairs):
-    world.run(lambda comm: check_out(comm, "allreduce", algorithm, pairs))
-
-
-@pytest.mark.algorithms("reduce")
-@pytest.mark.parametrize("pairs", [overlapping, unaligned])
-def test_reduce_takes_an_out_that_overlaps_or_lies_anywhere(world, algorithm, pairs):
-    world.run(lambda comm: check_out(comm, "reduce", algorithm, pairs))
-
-
-@pytest.mark.algorithms("broadcast")
-@pytest.mark.parametrize("pairs", [overlapping, unaligned])
-def test_broadcast_takes_an_out_that_overlaps_or_lies_anywhere(world, algorithm, pairs):
-    world.run(lambda comm: check_out(comm, "broadcast", algorithm, pairs))
+@pytest.mark.parametrize("operation", ["allreduce", "reduce", "broadcast"])
+def test_an_out_may_overlap_or_lie_anywhere(world, operation, pairs):
+    for algorithm in world.algorithms(operation):
+        world.run(lambda comm, way=algorithm: check_out(comm, operation, way, pairs))
 
 
 @pytest.mark.algorithms("allreduce")

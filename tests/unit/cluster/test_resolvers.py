@@ -154,23 +154,17 @@ def test_numbers_of_tasks():
             expand_tasks_per_node(wrong)
 
 
-def test_a_step_of_workers():
+def test_a_step_of_workers_and_one_with_a_ps():
     resolver = SlurmClusterResolver(environ=step(1, 3, "t02n13,t02n41,t02n43", "1(x3)"))
-    workers = ["t02n13:8888", "t02n41:8888", "t02n43:8888"]
-    assert resolver.cluster_spec() == ClusterSpec({"worker": workers})
+    hosts = ["t02n13:8888", "t02n41:8888", "t02n43:8888"]
+    assert resolver.cluster_spec() == ClusterSpec({"worker": hosts})
     assert (resolver.task_type, resolver.task_id) == ("worker", 1)
     assert resolver.master() == "grpc://t02n13:8888"
     assert resolver.master("worker", 2) == "grpc://t02n43:8888"
     assert resolver.num_accelerators() == {"GPU": 0}
-
-
-def test_a_step_with_a_ps():
-    resolver = SlurmClusterResolver(
-        {"worker": 2, "ps": 1}, environ=step(0, 3, "t02n13,t02n41,t02n43", "1(x3)")
-    )
-    assert resolver.cluster_spec() == ClusterSpec(
-        {"ps": ["t02n13:8888"], "worker": ["t02n41:8888", "t02n43:8888"]}
-    )
+    environ = step(0, 3, "t02n13,t02n41,t02n43", "1(x3)")
+    resolver = SlurmClusterResolver({"worker": 2, "ps": 1}, environ=environ)
+    assert resolver.cluster_spec() == ClusterSpec({"ps": hosts[:1], "worker": hosts[1:]})
     assert (resolver.task_type, resolver.task_id) == ("ps", 0)
 
 

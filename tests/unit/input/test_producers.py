@@ -59,25 +59,44 @@ def test_limit_epochs():
 
 
 def test_strings_in_order(started):
-    queue = started(string_input_producer(["to", "be", "or"], num_epochs=3, shuffle=False))
-    assert drain(queue) == ["to", "be", "or"] * 3
+    numbers = [str(n) for n in range(100)]  # more than the capacity
+    for strings, epochs, capacity in ((["to", "be", "or"], 3, 32), (numbers, 2, 7)):
+        options = {"num_epochs": epochs, "shuffle": False, "capacity": capacity}
+        assert drain(started(string_input_producer(strings, **options))) == strings * epochs
 
 
 def test_epochs_are_permutations_that_do_not_mix(started):
     """600 epochs of three strings: each of the six orders in about 100 of them."""
-    queue = started(string_input_producer(["a", "b", "c"], num_epochs=600, seed=271828))
-    values = drain(queue)
+
+    def produced(seed):
+        return drain(started(string_input_producer(["a", "b", "c"], num_epochs=600, seed=seed)))
+
+    values = produced(271828)
     orders = Counter("".join(values[at : at + 3]) for at in range(0, 1800, 3))
-    assert len(orders) == 6
+    assert len(values) == 1800
+    assert sorted(orders) == ["abc", "acb", "bac", "bca", "cab", "cba"]
     assert all(60 <= count <= 140 for count in orders.values())
+    assert produced(271828) == values != produced(1)
 
 
-def test_no_strings():
-    for strings in ([], (), "abc", np.array([], str)):
+def test_no_epoch_limit(started):
+    queue = started(string_input_producer(["a"], capacity=3))
+    assert [queue.dequeue(timeout=LIMIT) for _ in range(100)] == ["a"] * 100
+
+
+def test_arguments_of_strings(started):
+    for strings in ([], (), "abc", "", np.array([], str)):
         with pytest.raises(ValueError, match="at least one string"):
             string_input_producer(strings)
-    with pytest.raises(ValueError, match="num_epochs"):
-        string_input_producer(["a"], num_epochs=0)
+    for epochs in (0, -1):
+        with pytest.raises(ValueError, match="num_epochs"):
+            string_input_producer(["a"], num_epochs=epochs)
+    for options in ({"capacity": 0, "num_epochs": 1}, {"capacity": 0}, {"capacity": -1}):
+        with pytest.raises(ValueError, match="bad capacity, expected at least 1.*, got "):
+            string_input_producer(["a"], **options)
+    endless = string_input_producer(["a"], num_epochs=2, capacity=-1)
+    assert drain(started(endless)) == ["a", "a"]
+    assert string_input_producer(["a"]).queue.capacity == 32
 
 
 def test_one_queue_for_several_readers(started):

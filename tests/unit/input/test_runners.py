@@ -1,4 +1,4 @@
-"""QueueRunner, start_queue_runners and the producer of file names."""
+"""QueueRunner and start_queue_runners."""
 
 import sys
 import threading
@@ -219,61 +219,3 @@ def test_runner_arguments():
     for types in ((), OutOfRangeError, (ValueError,), [OutOfRangeError]):
         with pytest.raises(TypeError, match="OpError"):
             QueueRunner(queue, [print], queue_closed_exception_types=types)
-
-
-# Producers.
-
-
-def produced(*args, **options):
-    producer = string_input_producer(*args, **options)
-    threads = producer.runner.create_threads(start=True)
-    names = []
-    try:
-        while True:
-            names.append(producer.queue.dequeue(timeout=LIMIT))
-    except OutOfRangeError:
-        joined(threads)
-        return names
-
-
-def test_epochs_in_order():
-    assert produced(["to", "be", "or"], num_epochs=3, shuffle=False) == ["to", "be", "or"] * 3
-
-
-def test_more_strings_than_capacity():
-    names = [str(n) for n in range(100)]
-    assert produced(names, num_epochs=2, shuffle=False, capacity=7) == names * 2
-
-
-def test_epochs_are_shuffled_but_not_mixed():
-    rounds = 600
-    names = produced(["a", "b", "c"], num_epochs=rounds, seed=271828)
-    orders = Counter("".join(names[i : i + 3]) for i in range(0, len(names), 3))
-    assert len(names) == 3 * rounds
-    assert sorted(orders) == ["abc", "acb", "bac", "bca", "cab", "cba"]
-    assert all(60 <= count <= 140 for count in orders.values())
-    assert produced(["a", "b", "c"], num_epochs=rounds, seed=271828) == names
-    assert produced(["a", "b", "c"], num_epochs=rounds, seed=1) != names
-
-
-def test_no_epoch_limit():
-    producer = string_input_producer(["a"], capacity=3)
-    coord = Coordinator()
-    start_queue_runners([producer.runner], coord)
-    assert [producer.queue.dequeue(timeout=LIMIT) for _ in range(100)] == ["a"] * 100
-    coord.request_stop()
-    coord.join(stop_grace_period_secs=LIMIT)
-
-
-def test_producer_arguments():
-    for strings in ([], "abc", ""):
-        with pytest.raises(ValueError, match="at least one string"):
-            string_input_producer(strings)
-    for epochs in (0, -1):
-        with pytest.raises(ValueError, match="num_epochs"):
-            string_input_producer(["a"], num_epochs=epochs)
-    for options in ({"capacity": 0, "num_epochs": 1}, {"capacity": 0}, {"capacity": -1}):
-        with pytest.raises(ValueError, match="bad capacity, expected at least 1.*, got "):
-            string_input_producer(["a"], **options)
-    assert produced(["a"], num_epochs=2, capacity=-1) == ["a", "a"]
-    assert string_input_producer(["a"]).queue.capacity == 32
