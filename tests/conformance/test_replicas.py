@@ -98,14 +98,17 @@ def test_training_equals_one_process_on_the_whole_batch(world, kind, count, insi
 
 def test_a_distributed_optimizer_averages_over_the_replicas_of_all_ranks(world, count):
     batches = make_batches([12] * 10 + [5])
-    alone = train(strategies.DefaultStrategy(), batches, strategies.SGD(0.05), inside=True)
+    momentum = strategies.Momentum(0.05, 0.9)
+    alone = train(strategies.DefaultStrategy(), batches, momentum, inside=True)
 
     def check(comm):
         strategy = strategies.MultiWorkerMirroredStrategy(comm, devices=cpus(count))
         for itself in (False, True):
-            optimizer = strategies.DistributedOptimizer(strategies.SGD(0.05), comm=comm)
+            momentum = strategies.Momentum(0.05, 0.9)
+            optimizer = strategies.DistributedOptimizer(momentum, comm=comm)
             ours = train(strategy, batches, optimizer, inside=True, itself=itself)
             np.testing.assert_allclose(ours, alone, rtol=0, atol=1e-12)
+            assert optimizer.step == len(batches)
         central = strategies.CentralStorageStrategy(cpus(count), comm=comm)
         with pytest.raises(TypeError, match="updates on every rank"):
             train(central, batches, optimizer, inside=True)
@@ -488,6 +491,8 @@ def test_means_are_over_elements_and_not_over_replicas(comm, count):
         np.testing.assert_allclose(strategy.reduce("mean", rows, axis), everything.mean(axis=plain))
         np.testing.assert_allclose(strategy.reduce("Sum", rows, axis), everything.sum(axis=plain))
     np.testing.assert_array_equal(strategy.gather(rows, 0), everything)
+    nested = strategy.reduce("mean", strategy.run(lambda: {"a": replica_id(), "b": (1.0, [2.0])}))
+    assert nested == {"a": (total - 1) / 2, "b": (1.0, [2.0])}
     none = strategy.distribute_values_from_function(lambda c: np.zeros((0, 2), np.float32))
     assert np.isnan(strategy.reduce("mean", none, axis=0)).all()
     assert strategy.reduce("sum", none, axis=0).dtype == np.float32
@@ -502,7 +507,7 @@ def test_wrong_reductions_of_one_rank_are_errors_on_all(comm):
         lambda: strategy.gather(np.float64(1) if wrong else np.ones(2), 0),
         lambda: strategy.gather(np.ones(2), 1 if wrong else 0),
     ):
-        with pytest.raises(ValueError, match="unknown op|no such axis"):
+        with pytest.raises(ValueError, match="unknown op, expected 'sum' or 'mean'|no such axis"):
             call()
     for call in (
         lambda: strategy.reduce("sum", None if wrong else 1.0),

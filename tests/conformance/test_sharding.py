@@ -99,14 +99,15 @@ def test_a_step_in_which_no_rank_has_a_row_is_left_out(comm, uneven):
 
 @pytest.mark.parametrize(("uneven", "steps"), [("fewer", 1), ("drop", 0), ("pad", 1)])
 def test_a_rank_without_any_batch_learns_their_form(comm, uneven, steps):
-    batches = [] if comm.rank == 0 else [{"x": np.ones((1, 3), np.float32)}]
-    seen = list(in_step(batches, comm, uneven=uneven))
+    batch = {"x": np.ones((1, 3), np.float32), "y": np.zeros(1, np.int64)}
+    seen = list(in_step([] if comm.rank == 0 else [batch], comm, uneven=uneven))
     if comm.size == 1:
         assert seen == []
         return
     assert len(seen) == steps
     if comm.rank == 0:
-        assert [batch["x"].shape for batch in seen] == [(0, 3)] * steps
+        forms = [(x.shape, x.dtype) for batch in seen for x in (batch["x"], batch["y"])]
+        assert forms == [((0, 3), np.float32), ((0,), np.int64)] * steps
 
 
 def of_library(library):
