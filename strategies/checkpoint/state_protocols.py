@@ -169,6 +169,10 @@ def into_tensor(tensor: Any, array: Any) -> None:
         tensor.copy_(extend.as_tensor(array))
 
 
+# JAX's implementations of random keys.
+_KEY_KINDS = ("threefry2x32", "rbg", "unsafe_rbg")
+
+
 def key_kind(array: Any) -> str | None:
     """Return the implementation of a random key of JAX; None for other arrays."""
     jax = sys.modules.get("jax")
@@ -177,7 +181,12 @@ def key_kind(array: Any) -> str | None:
     # A key of the old style is a plain uint32 array, and is stored as one.
     if not jax.dtypes.issubdtype(array.dtype, jax.dtypes.prng_key):
         return None
-    return str(jax.random.key_impl(array))
+    kind = jax.random.key_impl(array)
+    if isinstance(kind, str):
+        return kind
+    # JAX 0.4.35 returns an object without a public name.
+    known = ((name, jax.random.key(0, impl=name)) for name in _KEY_KINDS)
+    return next(name for name, key in known if jax.random.key_impl(key) == kind)
 
 
 def key_data(key: Any) -> Any:

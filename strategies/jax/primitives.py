@@ -22,6 +22,7 @@ from jax.interpreters import ad, batching, mlir
 
 from strategies.jax import call_rules, ffi
 from strategies.jax.call_rules import RULES, Call, adjoint_of
+from strategies.jax.failures import record_failure
 
 try:
     from jax.extend.core import Primitive
@@ -160,7 +161,11 @@ def _by_callback(run: ffi.Runner, avals: Sequence[Any], operands: Sequence[Any])
 
     def on_the_host(*given: Any) -> list[Any]:
         results = [np.empty(aval.shape, aval.dtype) for aval in avals]
-        run([np.asarray(x) for x in given], results)
+        try:
+            run([np.asarray(x) for x in given], results)
+        except BaseException as error:
+            record_failure(error)
+            raise
         return results
 
     shapes = [jax.ShapeDtypeStruct(aval.shape, aval.dtype) for aval in avals]

@@ -15,6 +15,7 @@ from requirements import installed
 jax = installed("jax")
 jnp = jax.numpy
 import strategies.jax as sj  # noqa: E402  (needs JAX)
+from strategies.jax import ffi  # noqa: E402
 
 
 def own_device(comm):
@@ -56,6 +57,22 @@ def test_calls_that_differ_name_ranks_and_lines(comm, before):
             jax.effects_barrier()
         assert works(comm)
     assert comm.allreduce(1, op=cc.SUM) == comm.size
+
+
+@pytest.fixture
+def by_callback(monkeypatch):
+    """JAX calls operations as it calls any function: before JAX 0.5, and with several devices."""
+    monkeypatch.setattr(ffi, "is_usable", lambda: False)
+
+
+@pytest.mark.several
+def test_errors_of_callbacks_are_the_library_s(comm, by_callback):
+    op = cc.MAX if comm.rank == 1 else cc.SUM
+    with own_device(comm):
+        program = jax.jit(lambda x: sj.allreduce(x, op=op, comm=comm))
+        with pytest.raises(cc.MismatchError, match="MAX on rank 1"), sj.library_errors():
+            program(jnp.ones(3))
+        assert works(comm)
 
 
 @pytest.mark.several
