@@ -25,7 +25,7 @@ from typing import NamedTuple
 
 ROOT = Path(__file__).resolve().parent.parent
 CEILINGS = ROOT / "tests" / "prose.json"
-PAGES = ("*.md", "docs/**/*.md", "slurm/*.md", ".github/**/*.md")
+PAGES = ("*.md", "docs/**/*.md", "slurm/*.md", "packaging/*.md", ".github/**/*.md")
 PACKAGES = ("collectives/**/*.py", "strategies/**/*.py")
 COLUMNS = 100  # of a page's line
 SUBJECT = 72  # columns of a commit's subject
