@@ -21,7 +21,9 @@ from collectives.extend import known_as
 from strategies.averaging.consistency import checksum
 from strategies.horovod import operations
 from strategies.horovod.compression import Compressor
-from strategies.horovod.process_sets import ProcessSet
+from strategies.horovod.handles import start
+from strategies.horovod.process_sets import Bound, ProcessSet
+from strategies.horovod.requests import RequestSpec, allreduce_request
 from strategies.replicas.context import require_one_replica
 from strategies.torch.optimizer_proxy import OptimizerProxy
 from strategies.torch.parameters import Names, parameters_of
@@ -68,24 +70,36 @@ class AdasumOptimizer(OptimizerProxy):
 
         Raises:
             MismatchError: ranks have different parameters in the first step, or different shapes or
-                dtypes; on all ranks. Parameters are unchanged.
+                dtypes, on all ranks; or another rank has raised an error in its step or closure.
+                Parameters are unchanged.
         """
         require_one_replica("step")
         trained = [p for p in parameters_of(self.optimizer) if p.requires_grad]
         if not self._compared:
             self._compare(trained)
         starts = [p.detach().clone() for p in trained]
-        loss = self.optimizer.step(closure)
+        loss = error = None
+        try:
+            loss = self.optimizer.step(closure)
+        except Exception as caught:
+            error = caught
         changes = []
         with torch.no_grad():
-            for parameter, start in zip(trained, starts, strict=True):
-                changes.append(parameter - start)
+            for parameter, before in zip(trained, starts, strict=True):
+                changes.append(parameter - before)
                 # Before the exchange, whose error then leaves all ranks with equal parameters.
-                parameter.copy_(start)
-            combined = operations.grouped_allreduce(
-                changes, op=operations.Adasum, compression=self._compression,
-                process_set=self._process_set,
-            )  # fmt: skip
+                parameter.copy_(before)
+
+            def prepare(bound: Bound) -> RequestSpec:
+                if error is not None:
+                    raise error
+                how = allreduce_request(
+                    changes, None, operations.Adasum, 1.0, 1.0, self._compression
+                )
+                return how(bound)
+
+            # An error in `prepare` reaches the other ranks.
+            combined = start("allreduce", self._process_set, None, prepare, alone=False).wait()
             for parameter, change in zip(trained, combined, strict=True):
                 parameter.add_(change)
         return loss

@@ -88,7 +88,8 @@ def start(
         alone: whether the caller does not wait for the call immediately.
 
     Raises:
-        TypeError, ValueError: from `prepare`; or the name is in use.
+        Exception: from `prepare`.
+        ValueError: the name is in use.
     """
     bound = process_set.bound(operation)
     controller = bound.controller
@@ -102,7 +103,7 @@ def start(
                 f"first, got {key.name!r} twice"
             )
         call = prepare(bound)
-    except (TypeError, ValueError) as error:
+    except Exception as error:
         refused = RequestSignature(operation, refused=f"{type(error).__name__}: {error}")
         # Announced, so that the ranks that make this call raise instead of waiting.
         controller.submit(PendingRequest(key, refused), alone=True)

@@ -366,6 +366,49 @@ def test_adasum_of_ranks_that_differ_or_have_joined(comm):
         assert hvd.join(process_set=ranks) == last
 
 
+class Refuses(torch.optim.SGD):
+    """An optimizer that changes its parameters, and then may raise an error."""
+
+    refuses = False
+
+    def step(self, closure=None):
+        super().step(closure)
+        if self.refuses:
+            raise MemoryError("no room")
+
+
+def no_loss():
+    raise KeyError("no loss")
+
+
+@pytest.mark.several
+@pytest.mark.parametrize("failing", [0, -1])
+def test_an_error_in_an_adasum_step_reaches_all_ranks(comm, failing):
+    with everyone(comm) as ranks:
+        failing %= comm.size
+        model = network()
+        inner = Refuses(model.parameters(), 0.1)
+        optimizer = hvd.DistributedOptimizer(inner, op=hvd.Adasum, process_set=ranks)
+        model(batch_of(comm.rank, 0)[0]).sum().backward()
+        start = [p.detach().clone() for p in model.parameters()]
+        for closure, words in ((no_loss, "no loss"), (None, "no room")):
+            if comm.rank == failing:
+                inner.refuses = closure is None
+                with pytest.raises((KeyError, MemoryError), match=words):
+                    optimizer.step(closure)
+                inner.refuses = False
+            else:
+                text = rf"rank {failing} .*has raised an error: (Key|Memory)Error: .*{words}"
+                with pytest.raises(cc.MismatchError, match=text):
+                    optimizer.step()
+            for p, before in zip(model.parameters(), start, strict=True):
+                assert torch.equal(p, before)
+        optimizer.step()
+        for p in model.parameters():
+            own = p.detach().numpy()[np.newaxis]
+            np.testing.assert_array_equal(comm.allgather(own), own.repeat(comm.size, 0))
+
+
 @pytest.mark.several
 def test_wrong_use_of_the_adasum_optimizer(comm):
     with everyone(comm) as ranks:
