@@ -132,8 +132,11 @@ class FastPath:
         before = _CALLS_BEFORE if group.size > 1 else _CALLS_BEFORE_ALONE
         if count < before or count >= before + _MOST_LINES or not _is_loadable(group):
             return
-        number = id(x.dtype) if type(x) is np.ndarray else self._number_of(x)
-        if not number or (out is not None and type(out) is not type(x)):
+        is_array = type(x) is np.ndarray
+        number = id(x.dtype) if is_array else self._number_of(x)
+        # A tensor and a parameter may be mixed.
+        fits = out is None or type(out) is type(x) or (not is_array and self._number_of(out))
+        if not number or not fits:
             return
         record = group.recorder.newest
         depth = call_sites.depth_of(record.caller, frame)

@@ -376,8 +376,11 @@ def test_calls_with_tensors_are_learned_beside_those_with_arrays(comm):
         for out in (None, make(), x):
             for _ in range(TIMES):
                 own.allreduce(x, op=cc.MAX, out=out)
+    out = torch.empty(5)
+    for _ in range(TIMES):
+        own.allreduce(x, op=cc.MAX, out=out)  # from a parameter to a tensor
     # A call that is not found again would be learned again. In place is another call.
-    assert learned(own) == (2 * len(makes) if uses_engine(comm) else 0)
+    assert learned(own) == (2 * len(makes) + 1 if uses_engine(comm) else 0)
 
 
 def test_other_tensors_after_learned_ones_have_results_of_their_own(comm):
