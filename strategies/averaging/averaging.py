@@ -409,7 +409,8 @@ class Averaging:
         overlap, self.overlap = self.overlap, None
         if overlap is not None:
             overlap.finish()
-        self.last_means()
+        if self.rule.delay:
+            self.last_means()
         self._bucketed.close()
 
     def _exchange_header(

@@ -378,6 +378,26 @@ def test_a_step_that_is_taken_back_leaves_no_residual(comm):
         buckets.close()
 
 
+def test_residuals_of_a_checkpoint_continue_with_the_same_bits(comm):
+    first, second = (
+        comm.plan_buckets([((700,), "float32")] * 2, compression=cc.INT8.with_feedback(), **SMALL)
+        for _ in range(2)
+    )
+    with first, second:
+        assert second.feedback() == [{} for _ in first.feedback()]
+        rng = np.random.default_rng(comm.rank)
+        first.allreduce(list(rng.normal(size=(2, 700)).astype(np.float32)))
+        second.load_feedback(first.feedback())
+        for _ in range(2):
+            values = list(rng.normal(size=(2, 700)).astype(np.float32))
+            expected = [x.copy() for x in first.allreduce(values)]
+            np.testing.assert_array_equal(second.allreduce(values), expected)
+        with pytest.raises(ValueError, match="expected residuals of [0-9]+ buckets, got 0"):
+            second.load_feedback([])
+    with comm.plan_buckets([((700,), "float32")]) as plain:
+        assert plain.feedback() == []
+
+
 def test_feedback_needs_a_sum(comm):
     with pytest.raises(ValueError, match="feedback adds up errors"):
         comm.plan_buckets(FOUR, op=cc.MAX, compression=cc.FP16.with_feedback())

@@ -406,6 +406,12 @@ def test_ranks_that_differ_are_told_in_what(comm):
         strategies.DistributedOptimizer(
             strategies.SGD(1.0), comm=comm, op=cc.SUM if last else cc.MEAN
         )
+    for option, values in {"shard_state": (False, True), "delay": (0, 1)}.items():
+        words = f"{option}={values[0]}.* on rank 0, .*{option}={values[1]}.* on rank"
+        with pytest.raises(cc.MismatchError, match=words):
+            strategies.DistributedOptimizer(
+                strategies.SGD(1.0), comm=comm, **{option: values[last]}
+            )
     with pytest.raises(TypeError, match="has no apply_gradients, .* got float"):
         strategies.DistributedOptimizer(0.1 if last else strategies.SGD(1.0), comm=comm)
     optimizer = strategies.DistributedOptimizer(strategies.SGD(1.0), comm=comm)

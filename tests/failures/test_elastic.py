@@ -216,6 +216,30 @@ def test_a_round_of_local_steps_goes_on_in_its_middle(tmp_path, size, told_by, w
     assert {event["commit"] for event in of_kind(told, "recovered")} == {6}
 
 
+DELAYED = """
+    optimizer = strategies.DistributedOptimizer(strategies.SGD(1.0), comm=comm, delay=1)
+    state = elastic.State(comm, w=weights, optimizer=optimizer, step=0)
+
+    def train(state):
+        optimizer.rebind(state.comm)
+        for step in range(state["step"], 12):
+            elastic.inject(step)
+            optimizer.apply_gradients([(np.full(1000, -2.0**step), weights)])
+            state.commit(step=step + 1, verify=True)
+        optimizer.close()
+
+    elastic.run_elastic(train, state)
+    print("weights", weights[0], np.ptp(weights), state.comm.size, flush=True)
+"""
+
+
+def test_the_average_in_flight_is_part_of_a_commit(tmp_path):
+    result, told = start(tmp_path, DELAYED, "step=6,rank=1,kind=kill")
+    # All steps but the last are applied.
+    assert result.stdout.count(f"weights {2.0**11 - 1} 0.0 2") == 2, result
+    assert {event["commit"] for event in of_kind(told, "recovered")} == {6}
+
+
 def test_those_that_live_go_on_from_the_last_commit(tmp_path):
     result, told = start(tmp_path, TRAIN, "step=7,rank=0,kind=kill", "2")
     assert result.stdout.count("done 12 2") == 2, result

@@ -5,12 +5,13 @@ from __future__ import annotations
 import numpy as np
 
 from strategies import LARS, SGD, Adagrad, Adam, AdamW, Momentum, RMSProp
+from strategies.optimizers import Nesterov
 
 # name -> optimizer at a learning rate
 MAKERS = {
     "sgd": lambda rate: SGD(rate),
     "momentum": lambda rate: Momentum(rate, 0.9),
-    "nesterov": lambda rate: Momentum(rate, 0.9, nesterov=True),
+    "nesterov": lambda rate: Nesterov(rate, 0.9),
     "lars": lambda rate: LARS(rate, momentum=0.9, weight_decay=0.1, trust=0.02),
     "adagrad": lambda rate: Adagrad(rate, initial_total=0.1),
     "adagrad-in-root": lambda rate: Adagrad(
