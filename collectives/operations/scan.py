@@ -20,7 +20,7 @@ from collectives.calls.group import Group
 from collectives.calls.overloads import A, CommonOptions, Detachable, Numbers, Unpack
 from collectives.node.engine import Engine
 
-__all__ = ["exscan", "scan"]
+__all__ = ["ScanOptions", "exscan", "scan"]
 
 # Bytes of each rank's array that are published at a time. A rank buffers the slices of all lower
 # ranks, which should fit into a cache.

@@ -19,6 +19,7 @@ from collectives.tracing.call_sites import caller
 from collectives.transport.header import OBJECT, Envelope
 
 __all__ = [
+    "ReceiveOptions",
     "irecv",
     "isend",
     "probe",
