@@ -287,7 +287,8 @@ def address_of(function: Any) -> int:
 def _numpy_function(index: int) -> int:
     """Return the address of a function of NumPy's C interface."""
     # NumPy 1.26 has a `_core` without the table.
-    core = np._core if hasattr(getattr(np, "_core", None), "multiarray") else np.core
+    core = getattr(np, "_core", np)
+    core = core if hasattr(core, "multiarray") else np.core
     pointer = ctypes.pythonapi.PyCapsule_GetPointer
     pointer.restype, pointer.argtypes = ctypes.c_void_p, (ctypes.py_object, ctypes.c_char_p)
     table = pointer(core.multiarray._ARRAY_API, None)
