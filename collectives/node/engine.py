@@ -94,7 +94,7 @@ if TYPE_CHECKING:
     # Takes the address of a block, and optionally where to note the call's times and its number.
     Kernel = Callable[..., int]
 
-__all__ = ["CopyTable", "Engine", "Event", "KernelCall", "compile_ahead", "start"]
+__all__ = ["CopyTable", "Engine", "Event", "KernelCall", "alone", "compile_ahead", "start"]
 
 # Slots grow with the number of ranks, so that a rank's piece of a slot keeps at least 16 KiB.
 _PIECE_BYTES = 1 << 14

@@ -27,7 +27,7 @@ from collectives.tracing.call_sites import caller
 
 __all__ = ["barrier", "broadcast"]
 
-# Stands for the array of a barrier on the fast path.
+# The array of a barrier for the fast path.
 _NOTHING = np.empty(0, np.uint8)
 
 

@@ -171,7 +171,7 @@ def run_cached_send(
 ) -> Any:  # fmt: skip
     """Repeat a call as `run_cached` does, if its plan creates the result or has none on this rank.
 
-    Args as `run_cached`; `given` is None if the operation does not ask the fast path.
+    Args as `run_cached`; `given` is None if the fast path does not repeat the operation.
 
     Returns:
         The new array, of the kind of `x`; None without a result.

@@ -47,7 +47,7 @@ class PreparedCall(Protocol):
         """The ranks."""
 
     def node_call(self) -> NodeCall | None:
-        """Return the call of a kernel that repeats this one; None if there is none."""
+        """Return the call of a kernel that repeats this one; None without one."""
 
     def run(
         self, send: Array, out: Array | None, timeout: float | None, frame: FrameType, /
@@ -124,7 +124,7 @@ class _KernelCall(ABC):
         return None
 
     def node_call(self) -> NodeCall | None:
-        """Return the call of a kernel that repeats this one; None if there is none."""
+        """Return the call of a kernel that repeats this one; None without one."""
         return None
 
     def _record_failure(self, record: Record | None, error: BaseException) -> None:
