@@ -414,7 +414,7 @@ class Engine:
         return _in_lines(in_round)
 
     def _set_chunks(self, block: Any, bounds: Array) -> None:
-        """Store the ranks' chunks in a block, and what a round of them takes of a slot."""
+        """Store the ranks' chunks in a block, with the size of their pieces."""
         block.bounds = address(bounds)
         longest = _in_lines(max(1, int(np.diff(bounds).max())) * block.itemsize)
         block.piece_bytes = min(longest, self._slot // self.size // _LINE * _LINE)

@@ -171,7 +171,7 @@ def run_cached_send(
 ) -> Any:  # fmt: skip
     """Repeat a call as `run_cached` does, if its plan creates the result or has none on this rank.
 
-    Args as `run_cached`; `given` is None if the fast path does not repeat the operation.
+    Args as `run_cached`; without `given` the fast path does not learn the call.
 
     Returns:
         The new array, of the kind of `x`; None without a result.

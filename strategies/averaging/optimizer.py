@@ -204,7 +204,7 @@ class AveragingOptimizer:
 
 
 def delayed_state(averaging: Averaging) -> dict[str, Any]:
-    """Return copies of the means to apply next as an entry of a state; {} if there are none."""
+    """Return copies of the means to apply next as an entry of a state, {} without any."""
     last = averaging.last_means() if averaging.rule.delay else None
     return {} if last is None else {DELAYED: {n: array_ops.copy(x) for n, x in last.items()}}
 

@@ -140,7 +140,7 @@ class ShardedBuckets:
                 _write(parameters[i], block)
 
     def restore_feedback(self) -> None:
-        """Do nothing: there is no compression, and so no rounding error."""
+        """Do nothing: without compression no rounding error is kept."""
 
     def close(self) -> None:
         """Release the places."""
