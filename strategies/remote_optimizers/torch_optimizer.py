@@ -122,17 +122,15 @@ class StrategyTorchOptimizer(OptimizerProxy):
 
     def _take(self) -> None:
         """Set the parameters to the newest local values."""
-        moved = []
         for (parameter, _), value in zip(self._grouped, self._hosted.values, strict=True):
             tensor = _tensor(value)
             if parameter.is_cpu:
                 # Shares the message's memory, because a copy takes as long as the receive.
                 parameter.data = tensor
-                moved.append(parameter)
+                # Makes a backward pass through earlier results raise, as after any in-place step.
+                torch.autograd.graph.increment_version(parameter)
             else:
                 parameter.detach().copy_(tensor)
-        # Makes a backward pass through earlier results raise, as after any in-place step.
-        torch.autograd.graph.increment_version(moved)
 
 
 # These two functions run for each parameter in each step. They test the fast path first, with

@@ -57,6 +57,13 @@ class _Default:
 
 _DEFAULT = _Default()
 
+
+def _is_asynchronous(opts: Any) -> bool:
+    """Return whether the caller waits for the `Work`; before the option existed, it always does."""
+    asynchronous: bool = getattr(opts, "asyncOp", True)
+    return asynchronous
+
+
 # Seconds that `shutdown` waits for queued operations, which other ranks may need.
 _CLOSE_SECONDS = 5.0
 
@@ -186,7 +193,7 @@ class UnisonoGroup(distributed.ProcessGroup):
         how = reduction(opts.reduceOp)
         run = partial(operations.allreduce, self.comm, tensors, how, self._limit)
         # A synchronous call gets no `Work` of its own, so that a small call stays cheap.
-        if not opts.asyncOp:
+        if not _is_asynchronous(opts):
             self._queue.run(run)
             return DONE
         # The caller's frame decides, because DDP calls this method like any program.
@@ -383,7 +390,7 @@ class UnisonoGroup(distributed.ProcessGroup):
         self, operation: str, run: Callable[[], Any], opts: Any, results: Tensors
     ) -> distributed.Work:
         """Run an operation, or queue it if it is asynchronous."""
-        if not opts.asyncOp:
+        if not _is_asynchronous(opts):
             self._queue.run(run)
             return DONE
         if self._threads:
