@@ -18,7 +18,7 @@ import pytest
 REQUIREMENTS = (
     "compiler",  # of C++
     "cores",  # two of them
-    "frameworks",  # Accelerate, Lightning, Transformers over PyTorch; Keras over it and JAX
+    "frameworks",  # over PyTorch, see `_FRAMEWORKS`; Keras over it and JAX
     "gpu",  # a CUDA device, and CuPy
     "impi",  # Intel MPI, beside the first MPI library
     "jax",  # with Optax
@@ -36,10 +36,15 @@ REQUIREMENTS = (
     "ulfm",  # an MPI library that outlives its ranks: Open MPI 5
 )
 
+_FRAMEWORKS = (
+    "accelerate", "ignite", "keras", "lightning", "pytorch_metric_learning", "torch_geometric",
+    "torchmetrics", "transformers",
+)  # fmt: skip
+
 # Packages that come with another one that has the requirement's name.
 _PART_OF = {
     "optax": "jax",
-    **dict.fromkeys(("accelerate", "keras", "lightning", "transformers"), "frameworks"),
+    **dict.fromkeys(_FRAMEWORKS, "frameworks"),
     **dict.fromkeys(("build", "twine"), "package"),
     "basedpyright": "pyright",
     **dict.fromkeys(("ipykernel", "nbclient"), "notebook"),

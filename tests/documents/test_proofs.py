@@ -33,8 +33,8 @@ def test_a_page_whose_examples_run_is_named_by_their_test():
 
 # Pages about other libraries, whose names they name.
 OF_OTHERS = {
-    "comparison.md", "from-tensorflow.md", "from-torch-distributed.md", "migrate-from-horovod.md",
-    "sessions.md",
+    "comparison.md", "frameworks.md", "from-tensorflow.md", "from-torch-distributed.md",
+    "migrate-from-horovod.md", "sessions.md",
 }  # fmt: skip
 
 # What other pages name of MPI, CUDA, Slurm and libraries, or as an example.
@@ -47,7 +47,8 @@ NAMES_OF_OTHERS = {
     "SLURM_NODEID", "SyncReplicasOptimizer", "THP_MEM_ALLOC_ENABLE", "TPU_VISIBLE_CHIPS",
     "XLA_PYTHON_CLIENT_MEM_FRACTION", "_register_builtin_comm_hook", "apply_indexed_slices_grad",
     "ddp_backend", "exp_1", "send_user_signal", "test_model",
-    "set_per_process_memory_fraction", "take_indexed_slices_grad",
+    "set_per_process_memory_fraction", "take_indexed_slices_grad", "TORCH_FR_BUFFER_SIZE",
+    "batched_powerSGD_hook", "cluster_detection_method", "filter_jit", "process_index",
 }  # fmt: skip
 
 
