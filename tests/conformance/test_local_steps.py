@@ -24,7 +24,7 @@ def starts():
 
 
 def gradients_of(values, rank, step):
-    """Multiples of 1/8 and a quarter of the values: with rate 1/4, sums of few bits."""
+    """Multiples of 1/8, and a quarter of the values."""
     random = np.random.default_rng([13, rank, step])
     return [
         (random.integers(-8, 8, np.shape(x)) / 8 + np.asarray(x) / 4).astype(np.float32)
@@ -65,10 +65,10 @@ def simulated(front, size, every, inner, outer):
             continue
         since, each = 0, [own.values for own in ranks]
         for i, anchor in enumerate(anchors):
-            mean = np.mean([anchor - values[i] for values in each], axis=0, dtype=np.float64)
+            mean = sum(anchor - values[i] for values in each) * np.float32(1 / size)
             slots[i] = 0.9 * slots[i] + mean
             change = mean if outer is None else 0.7 * (mean + 0.9 * slots[i])
-            anchors[i] = (anchor - change).astype(np.float32)
+            anchors[i] = np.asarray(anchor - change, np.float32)
         for own in ranks:
             own.assign(anchors)
     return [own.values for own in ranks]
@@ -83,8 +83,8 @@ def test_equals_one_process_that_makes_the_steps_of_all_ranks(comm, front, every
     for step in range(STEPS):
         advance(own, comm.rank, step)
     for value, exact in zip(own.values, expected, strict=True):
-        if inner == "sgd" and outer is None and comm.size in (1, 2, 4) and every == "4":
-            # Three rounds of sums of multiples of 2^-17 below 4.
+        if outer is None and comm.size <= 2 and front in (Arrays, Torch):
+            # The same steps, and sums of at most two numbers, which have no order.
             np.testing.assert_array_equal(value, exact)
         # Per synchronization, `size + 6` roundings of numbers below 8; a step of Adam moves by at
         # most 0.01, and divides by means of gradients, which differ by as little.
