@@ -4,11 +4,10 @@ import ast
 
 from launcher import ROOT
 
-# Public in spite of their underscore: of named tuples, of the standard library, and PyTorch's
-# functional collectives.
+# Public in spite of their underscore: of named tuples, of the standard library, and of PyTorch.
 PUBLIC = {
     "_replace", "_asdict", "_fields", "_make", "_exit", "_getframe", "_current_frames",
-    "_c10d_functional",
+    "_attention", "_c10d_functional", "_flatten", "_register_fused_optim",
 }  # fmt: skip
 
 
