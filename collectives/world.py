@@ -7,6 +7,7 @@ import functools
 import inspect
 import logging
 import os
+import threading
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any, Concatenate, ParamSpec, TypeVar
 
@@ -99,6 +100,7 @@ P = ParamSpec("P")
 R = TypeVar("R")
 
 _world: Communicator | None = None
+_starting = threading.RLock()  # several threads may call `init` at first; it may call `shutdown`
 _members: list[int] = []  # processes of the world, by their numbers in MPI_COMM_WORLD
 
 
@@ -127,13 +129,19 @@ def init(comm: MPI.Comm | Sequence[int] | None = None) -> Communicator:
         OSError: a file of `UNISONO_TIMELINE` cannot be written; the other ranks raise
             `MismatchError`, and no world exists afterwards.
     """
-    global _world, _members
     if this_thread.world is not None:
         if comm is not None:
             raise ValueError(
                 "init: there is a world already, of the ranks of collectives.testing; split it"
             )
         return this_thread.world
+    with _starting:
+        return _init_once(comm)
+
+
+def _init_once(comm: MPI.Comm | Sequence[int] | None) -> Communicator:
+    """Return the world, after creating it in the first call; arguments and errors as `init`."""
+    global _world, _members
     # Later calls must name the same processes, or none.
     if _world is not None:
         if comm is not None and (given := processes.checked_ranks(comm)) != _members:

@@ -10,7 +10,7 @@ import re
 import sys
 from collections.abc import Sequence
 from pathlib import Path
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from collectives.core.errors import LaunchError
 from collectives.core.settings import Settings
@@ -60,8 +60,6 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
     # Open MPI reads the environment in MPI_Init.
     os.environ.update(wanted)
     try:
-        import mpi4py
-
         _take_over_start()
         from mpi4py import MPI
     except (ImportError, RuntimeError) as error:
@@ -71,13 +69,7 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
         ) from error
     # Otherwise the program has started MPI before `init`, and finalizes it.
     if not MPI.Is_initialized():
-        if warning := launcher.foreign_library_warning(os.environ, library(), _loaded_libraries()):
-            log.warning("%s", warning)
-        # A user may have chosen a thread level.
-        if mpi4py.rc.threads:
-            MPI.Init_thread(getattr(MPI, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
-        else:
-            MPI.Init()
+        _initialize(MPI)
         liveness.set_finalizer(_finalize)
     elif late:
         log.warning("%s", late)
@@ -93,6 +85,23 @@ def _take_over_start() -> None:
     # mpi4py reads its options when `MPI` is imported; later changes have no effect.
     if mpi4py.rc.finalize is None and not chosen:
         mpi4py.rc.initialize = mpi4py.rc.finalize = False
+
+
+def _initialize(mpi: Any) -> None:
+    """Initialise MPI; warn before that of a library that does not fit, as MPI may end the process.
+
+    Args:
+        mpi: the module of mpi4py.
+    """
+    import mpi4py
+
+    if warning := launcher.foreign_library_warning(os.environ, library(), _loaded_libraries()):
+        log.warning("%s", warning)
+    # A user may have chosen a thread level.
+    if mpi4py.rc.threads:
+        mpi.Init_thread(getattr(mpi, f"THREAD_{mpi4py.rc.thread_level.upper()}"))
+    else:
+        mpi.Init()
 
 
 def _loaded_libraries() -> list[str]:

@@ -63,3 +63,25 @@ def test_in_shared_memory_threads_do_not_need_mpi(tmp_path):
 
 def test_where_mpi_allows_threads_they_exchange_messages(tmp_path):
     assert said(tmp_path, "multiple", "off") == FINE
+
+
+def test_threads_that_call_init_at_once_get_one_world(tmp_path):
+    text = """
+        import threading
+        import collectives as cc
+
+        together, worlds = threading.Barrier(8), []
+
+        def begin():
+            together.wait()
+            worlds.append(cc.init())
+
+        threads = [threading.Thread(target=begin) for _ in range(8)]
+        for thread in threads:
+            thread.start()
+        for thread in threads:
+            thread.join()
+        assert len(worlds) == 8 and len({id(world) for world in worlds}) == 1
+        assert worlds[0].allreduce(1, op=cc.SUM) == 2
+    """
+    mpirun(2, written(tmp_path, text)).checked()
