@@ -8,8 +8,8 @@ turns at every size, near and far apart. Ranks rewrite their arrays before each 
 All jobs run `--rounds` times in turns. Figures are medians of the slowest rank. A ratio is a peer's
 time over Unisono's in the same turns. `call` writes another array and `new` returns a new one; both
 are compared with MPI on two arrays. `plan` and `shared` are in place and compared with
-`MPI.IN_PLACE`. "best" is the smallest
-ratio over the jobs. A column has the time to write an array, in private and in shared memory.
+`MPI.IN_PLACE`. "best" is the smallest ratio over the jobs. A column has the time to write an array,
+in private and in shared memory.
 
 `copy` is the time in which all ranks at once copy as many bytes from private to private memory, for
 comparison with any program that moves the data. MPI has no bfloat16, so its rows use float16. Gloo

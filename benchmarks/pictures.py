@@ -58,9 +58,7 @@ def main() -> None:
     options = argparse.Namespace(
         ranks=figures["ranks"], dtype=figures["dtype"], plot=KEPT / "allreduce-2-ranks.svg"
     )
-    # Of two cores with a common cache, whose rate the host halves at times.
-    tables = {"slower": figures["states"]["far"], "faster": figures["states"]["near"]}
-    allreduce.draw(options, tables)
+    allreduce.draw(options, figures["states"])
     spares = {int(spare): row for spare, row in kept("spare-replicas").items()}
     spare_replicas.picture(spares, str(KEPT / "spare-replicas.svg"))
     found = kept("strategies-at-scale")["speedups"]
