@@ -55,7 +55,7 @@ def start_mpi(configuration: Settings) -> MPI.Intracomm:
         if configuration.mpi_settings
         else {}
     )
-    # Before the import below, which starts MPI.
+    # Asked before the import below: an earlier one may have started MPI.
     late = "mpi4py.MPI" in sys.modules and open_mpi.late_settings_warning(os.environ, wanted)
     # Open MPI reads the environment in MPI_Init.
     os.environ.update(wanted)
@@ -108,7 +108,7 @@ def _loaded_libraries() -> list[str]:
     """Return the files of the MPI libraries in this process."""
     # A line ends with device, inode and path of a file; a library has several lines.
     lines = [line.split(maxsplit=5) for line in Path("/proc/self/maps").read_text().splitlines()]
-    found = {line[4]: line[5] for line in lines if _LIBRARY.search(line[-1])}
+    found = {(line[3], line[4]): line[5] for line in lines if _LIBRARY.search(line[-1])}
     return sorted(found.values())
 
 

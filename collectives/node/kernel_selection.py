@@ -18,9 +18,9 @@ __all__ = [
     "select",
 ]
 
-# Bytes of a slot: large, so that ranks wait for each other seldom, but a rank's two slots stay in
-# its level 2 cache. Time of an all-reduce of private arrays over that of all ranks copying as much,
-# 2 ranks:
+# Bytes of a round in a slot: many, so that ranks wait for each other seldom, but two rounds fit
+# into a level 2 cache. Time of an all-reduce of private arrays over that of all ranks copying as
+# much, 2 ranks:
 #     slots of         256 KiB  512 KiB    1 MiB    2 MiB
 #     arrays of  1 MiB    1.95     1.91     2.15     2.12
 #                2 MiB    1.96     1.78     1.60     2.27

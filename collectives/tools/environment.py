@@ -120,12 +120,15 @@ def clocks(transport: MpiTransport, reports: Communicator, limit: float) -> Chec
 
 def nodes(reports: Communicator) -> CheckLine:
     """Report ranks of one machine that MPI places on different nodes, which share no memory."""
-    # Containers share the kernel's number, but not the network.
-    kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
-    own = kernel, os.stat("/proc/self/ns/net").st_ino, reports.node_rank
+    try:
+        # Containers share the kernel's number, but not the network.
+        kernel = Path("/proc/sys/kernel/random/boot_id").read_text()
+        machine = kernel, os.stat("/proc/self/ns/net").st_ino
+    except OSError:  # hidden from this process; the other ranks wait for its answer
+        machine = None
     first: dict[object, tuple[int, int]] = {}
-    for rank, (*machine, node) in enumerate(reports.allgather_object(own)):
-        other, its_node = first.setdefault(tuple(machine), (rank, node))
+    for rank, (where, node) in enumerate(reports.allgather_object((machine, reports.node_rank))):
+        other, its_node = first.setdefault(where or rank, (rank, node))
         if node != its_node:
             text = (
                 f"ranks {other} and {rank} run on one machine, but on different nodes of MPI: the "

@@ -69,7 +69,7 @@ class LocalRounds:
         self._outer = SGD(1.0) if rule.outer is None else rule.outer
         self.step = self.since = self._every = 0
         self._anchors: dict[str, Any] = {}
-        self._loaded = False  # whether the anchors are those of a state not used yet
+        self._loaded = False  # whether no step has used the loaded anchors yet
         self._leaves: list[ParameterSpec] = []
         self._error: Exception | None = None
         self.comm = comm

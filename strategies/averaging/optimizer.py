@@ -148,7 +148,7 @@ class AveragingOptimizer:
         averaged = self._averaging.average(leaves, whole)
         # Clipping is collective and follows the average, as if one process had all examples.
         self._averaging.clip([g.values if isinstance(g, Rows) else g for g in averaged])
-        # With a delay the first step has no averages.
+        # With a delay there are averages from the second step on.
         if averaged or not self._rule.delay:
             self._update(averaged, variables)
         self._averaging.start()

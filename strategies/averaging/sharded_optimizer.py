@@ -17,7 +17,7 @@ from strategies.optimizers.base import Optimizer
 from strategies.optimizers.gradient_pairs import is_variable, refuse_jax
 from strategies.replicas.context import require_one_replica
 
-__all__ = ["ShardedOptimizer", "check_elementwise"]
+__all__ = ["FixedRanks", "ShardedOptimizer", "check_elementwise"]
 
 
 class _Part(NamedTuple):
@@ -27,7 +27,33 @@ class _Part(NamedTuple):
     value: Any
 
 
-class ShardedOptimizer(AveragingOptimizer):
+class FixedRanks:
+    """What an optimizer with sharded state rejects, because each rank has a part of the state."""
+
+    def join(self) -> NoReturn:
+        """Raise an error: each rank must update its part in every step.
+
+        Raises:
+            ValueError: in every case.
+        """
+        raise ValueError(
+            "join: with shard_state each rank updates its part in every step, expected steps with "
+            "examples=0 on ranks without data"
+        )
+
+    def rebind(self, comm: cc.Communicator) -> NoReturn:
+        """Raise an error: the state of a dead rank is lost.
+
+        Raises:
+            ValueError: in every case.
+        """
+        raise ValueError(
+            "rebind: with shard_state the state of a dead rank is lost, expected a new optimizer, "
+            "restored from a checkpoint"
+        )
+
+
+class ShardedOptimizer(FixedRanks, AveragingOptimizer):
     """Averages gradients, and updates on each rank a part of every variable.
 
     Returned by `DistributedOptimizer`. Each rank holds the slots of its parts alone. The state
@@ -54,33 +80,10 @@ class ShardedOptimizer(AveragingOptimizer):
         *Collective*. Arguments and errors as `AveragingOptimizer.apply_gradients`.
 
         Raises:
-            ValueError: a gradient is sparse, or the variables are not those of the first step; on
-                all ranks.
+            ValueError: a gradient is sparse, or the first step had other variables; on all ranks.
         """
         require_one_replica("apply_gradients")
         super().apply_gradients(grads_and_vars, examples=examples)
-
-    def join(self) -> NoReturn:
-        """Raise an error: each rank must update its part in every step.
-
-        Raises:
-            ValueError: in every case.
-        """
-        raise ValueError(
-            "join: with shard_state each rank updates its part in every step, expected steps with "
-            "examples=0 on ranks without data"
-        )
-
-    def rebind(self, comm: cc.Communicator) -> NoReturn:
-        """Raise an error: the slots of a dead rank are lost.
-
-        Raises:
-            ValueError: in every case.
-        """
-        raise ValueError(
-            "rebind: with shard_state the slots of a dead rank are lost, expected a new optimizer, "
-            "restored from a checkpoint"
-        )
 
     def state_dict(self) -> dict[str, Any]:
         """Return the wrapped optimizer's state, with a `Slice` of each slot."""

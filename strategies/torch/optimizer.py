@@ -348,7 +348,7 @@ class TorchOptimizer(OptimizerProxy):
             raise
         for i in self._averaging.made_dense:  # optimizers such as SparseAdam reject dense ones
             results[i] = results[i].to_sparse(1)
-        # With a delay the first step has no averages.
+        # With a delay there are averages from the second step on.
         for parameter, result in zip(parameters, results or [None] * len(parameters), strict=True):
             parameter.grad = _sparse(result, parameter) if isinstance(result, Rows) else result
 

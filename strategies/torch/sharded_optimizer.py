@@ -12,6 +12,7 @@ from collectives import extend
 from strategies.averaging.accumulation import LocalGradient
 from strategies.averaging.options import OPERATION, AveragingOptions
 from strategies.averaging.sharded_buckets import box_of, part_of
+from strategies.averaging.sharded_optimizer import FixedRanks
 from strategies.checkpoint.boxes import Slice, inside, whole
 from strategies.core import array_ops
 from strategies.replicas.context import require_one_replica
@@ -27,7 +28,7 @@ _ELEMENTWISE = (
 )  # fmt: skip
 
 
-class ShardedTorchOptimizer(TorchOptimizer):
+class ShardedTorchOptimizer(FixedRanks, TorchOptimizer):
     """A PyTorch optimizer that updates on each rank a part of every parameter.
 
     Returned by `DistributedOptimizer`. `param_groups` and `defaults` are those of the wrapped
@@ -103,28 +104,6 @@ class ShardedTorchOptimizer(TorchOptimizer):
         raise ValueError(
             "synchronize: with shard_state each rank has the averages of its part alone, expected "
             "clip_global_norm= for clipping"
-        )
-
-    def join(self) -> NoReturn:
-        """Raise an error: each rank must update its part in every step.
-
-        Raises:
-            ValueError: in every case.
-        """
-        raise ValueError(
-            "join: with shard_state each rank updates its part in every step, expected steps with "
-            "examples=0 on ranks without data"
-        )
-
-    def rebind(self, comm: cc.Communicator) -> NoReturn:
-        """Raise an error: the states of a dead rank are lost.
-
-        Raises:
-            ValueError: in every case.
-        """
-        raise ValueError(
-            "rebind: with shard_state the states of a dead rank are lost, expected a new optimizer,"
-            " restored from a checkpoint"
         )
 
     def add_param_group(self, param_group: dict[str, Any]) -> NoReturn:

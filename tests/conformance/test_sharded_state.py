@@ -210,7 +210,7 @@ def test_what_needs_whole_averages_is_refused(comm, front):
     advance(own, comm.rank, 0)
     with pytest.raises(ValueError, match="expected steps with examples=0"):
         own.optimizer.join()
-    with pytest.raises(ValueError, match="of a dead rank are lost"):
+    with pytest.raises(ValueError, match="of a dead rank is lost"):
         own.optimizer.rebind(comm)
     if front is Torch:
         torch = installed("torch")
