@@ -16,7 +16,8 @@ from __future__ import annotations
 import ctypes
 import functools
 import math
-from types import FrameType
+import threading
+from types import CodeType, FrameType
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -94,6 +95,8 @@ class FastPath:
         self._next = 0
         self._ring = np.zeros(0, np.int64)
         self._learned: dict[int, int] = {}
+        # Threads of a group of one rank may learn calls at the same time.
+        self._lock = threading.Lock()
         # Plan and number of the last call that `learn` was given.
         self._newest: tuple[Any, int] | None = None
 
@@ -117,6 +120,8 @@ class FastPath:
     ) -> None:  # fmt: skip
         """Learn the call that has just ended, after some calls with its plan.
 
+        Not while another thread learns one; a later call is learned as well.
+
         Args:
             group: the `Group` of this fast path.
             plan: its `PreparedCall`.
@@ -125,26 +130,41 @@ class FastPath:
             timeout: seconds; None uses UNISONO_TIMEOUT.
             frame: frame of the operation's caller.
         """
-        x, out, marks = given
         if timeout is None and plan.shape is None:
             self._newest = plan, self.state.number
         count = self._learned[id(plan)] = self._learned.get(id(plan), 0) + 1
         before = _CALLS_BEFORE if group.size > 1 else _CALLS_BEFORE_ALONE
         if count < before or count >= before + _MOST_LINES or not _is_loadable(group):
             return
+        if not self._lock.acquire(blocking=False):
+            return
+        try:
+            self._store(group, plan, options, given, timeout, frame)
+        finally:
+            self._lock.release()
+
+    def _store(
+        self, group: Any, plan: Any, options: tuple[object, ...], given: Given,
+        timeout: float | None, frame: FrameType,
+    ) -> None:  # fmt: skip
+        """Store the call that has just ended; arguments as `learn`."""
+        x, out, marks = given
+        generation = self.state.generation
         is_array = type(x) is np.ndarray
         number = id(x.dtype) if is_array else self._number_of(x)
         # A tensor and a parameter may be mixed.
         fits = out is None or type(out) is type(x) or (not is_array and self._number_of(out))
         if not number or not fits:
             return
-        record = group.recorder.newest
-        depth = call_sites.depth_of(record.caller, frame)
+        # Read once: another thread may begin a call at any time.
+        operation, caller = _newest(group)
+        depth = call_sites.depth_of(caller, frame)
         shape = tuple(x.shape) if plan.shape is None else plan.shape
         # A flat view of `out` may have been the result.
         shape = shape if out is None else tuple(out.shape)
         if (
             depth is None
+            or operation != plan.operation
             or max(x.ndim, len(shape)) > MOST_AXES
             or len(options) > MOST_OPTIONS
             # Arrays in shared memory have plans of their own, by their address.
@@ -157,7 +177,7 @@ class FastPath:
         # Equal to no call until it is complete, because another thread may call meanwhile.
         entry.code = 0
         entry.instruction, entry.depth = frame.f_lasti, depth
-        entry.program_code, entry.program_instruction = id(record.caller[0]), record.caller[1]
+        entry.program_code, entry.program_instruction = id(caller[0]), caller[1]
         entry.timeout, entry.in_place, entry.marks = id(timeout), out is x, marks
         entry.count = len(options)
         entry.options[: len(options)] = [id(option) for option in options]
@@ -169,9 +189,12 @@ class FastPath:
             entry.result_tuple = id(shape)
         entry.nbytes, entry.result_nbytes = x.nbytes, math.prod(shape) * x.dtype.itemsize
         entry.input_offset = APART if plan.shape is None else plan.input_offset
-        objects = timeout, x.dtype, frame.f_code, shape, self._describe(entry, group, plan, node)
-        self._kept[at] = options, objects
-        entry.code = id(frame.f_code)
+        described = self._describe(entry, group, plan, node, caller)
+        code = frame.f_code
+        if self.state.generation != generation:  # another thread has called `clear`
+            return
+        self._kept[at] = options, timeout, x.dtype, code, shape, described
+        entry.code = id(code)
         self._next += 1
         self.state.known = min(self._next, MOST_ENTRIES)
 
@@ -205,18 +228,20 @@ class FastPath:
         if newest is None or newest[1] != self.state.number or not is_usable():
             return None
         plan, _ = newest
-        node = plan.node_call()
-        if node is None:
-            return None
-        entry = Entry(generation=self.state.generation)
-        return entry, self._describe(entry, group, plan, node)
+        with self._lock:
+            operation, caller = _newest(group)
+            if operation != plan.operation or (node := plan.node_call()) is None:
+                return None
+            entry = Entry(generation=self.state.generation)
+            return entry, self._describe(entry, group, plan, node, caller)
 
-    def _describe(self, entry: Any, group: Any, plan: Any, node: Any) -> object:
-        """Store plan, record and note of the newest call in an entry; return their objects."""
+    def _describe(
+        self, entry: Any, group: Any, plan: Any, node: Any, caller: tuple[CodeType, int]
+    ) -> object:
+        """Store plan, record and note of a call in an entry; return their objects."""
         if self.repeat is _unknown:
             self._bind(group, group.status)
-        caller = group.recorder.newest.caller
-        text = group.status.text_of(group.recorder.newest)
+        text = group.status.text_of(node.operation, caller)
         entry.plan, entry.complete = id(plan), id(type(plan).complete)  # the class lives on
         entry.block, entry.addresses = id(node.block), node.block + Block.send.offset
         entry.before = -node.input_offset
@@ -248,6 +273,12 @@ class FastPath:
         state.instruction_of = address_of(ctypes.pythonapi.PyFrame_GetLasti)
         state.new_array = _numpy_function(_EMPTY)
         self.repeat = machine_code.bound_function(ctypes.addressof(state), *_REPEAT)
+
+
+def _newest(group: Any) -> tuple[str, tuple[CodeType, int]]:
+    """Return operation and caller of a group's last call."""
+    record = group.recorder.newest
+    return record.operation, record.caller
 
 
 # Offset of the number of items in a dict, after the two words of any object.

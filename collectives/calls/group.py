@@ -318,19 +318,23 @@ class Group:
         calls may differ between ranks. A group of one rank has no such order, so the second thread
         waits for the end of the first call.
         """
-        self.check_usable(operation)
-        # Read once: the call under way may end at any time.
-        under_way = self.gate
-        # Only after the search for a thread is it known whether the call is nested.
-        owner = self.fast_path.state.owner
-        if owner == threading.get_ident():  # interrupted in the fast path, outside of Python
-            self.mark_failed(under_way.operation, KeyboardInterrupt())
-            self.fast_path.state.owner = 0
+        end = time.monotonic() + self.settings.timeout
+        # The caller stores its own call as the gate, without another call in between (see `gate`).
+        while (under_way := self.gate) is not None:
             self.check_usable(operation)
-        first = None if under_way is None else call_sites.other_thread_in(under_way, owner)
-        if first is None:  # a nested call of this thread
-            return
-        if self.size == 1 and self._wait_until_free(operation):
+            owner = self.fast_path.state.owner
+            if owner == threading.get_ident():  # interrupted in the fast path, outside of Python
+                self.mark_failed(under_way.operation, KeyboardInterrupt())
+                self.fast_path.state.owner = 0
+                self.check_usable(operation)
+            first = self._other_thread_in(under_way, owner)
+            if first is None:  # a nested call of this thread
+                return
+            if first and (self.size > 1 or time.monotonic() > end):
+                break
+            # Polled, because calls must not pay for a lock or a notification.
+            time.sleep(1e-4)
+        else:
             return
         second = threading.current_thread().name
         self._collided = True
@@ -343,19 +347,18 @@ class Group:
             f"each thread a communicator of its own by comm.split(0) ({self.transport.where})"
         )
 
-    def _wait_until_free(self, operation: str) -> bool:
-        """Wait until no thread is in a call; return False after the timeout.
+    def _other_thread_in(self, under_way: Any, owner: int) -> str | None:
+        """Return the name of the thread that is in a call; None for this one, "" if it has ended.
 
-        The caller must store its own call as the gate without another call in between (see `gate`).
+        Only after a search of all threads is it known whether the call is nested. They may end this
+        call and begin another one with the same plan meanwhile, which a second search finds.
         """
-        end = time.monotonic() + self.settings.timeout
-        # Polled, because calls must not pay for a lock or a notification.
-        while self.gate is not None:
-            self.check_usable(operation)
-            if time.monotonic() > end:
-                return False
-            time.sleep(1e-4)
-        return True
+        number = self.call_number
+        for _ in range(2):
+            if first := call_sites.other_thread_in(under_way, owner):
+                return first
+            owner = self.fast_path.state.owner
+        return None if self.gate is under_way and self.call_number == number else ""
 
     def shared_memory_engine(self, deadline: Deadline) -> engine.Engine | None:
         """Return the node engine if all ranks share it, None if calls need messages.

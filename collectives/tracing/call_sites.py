@@ -178,8 +178,9 @@ def other_thread_in(call: object, owner: int = 0) -> str | None:
         frame: FrameType | None = None if ident == own else top
         while frame is not None:
             ours = _module(frame).startswith("collectives.")
-            # By identity, because calls and plans define no equality.
-            if ours and any(local is call for local in frame.f_locals.values()):
+            # By identity, because calls and plans define no equality. A list, because the thread
+            # may change the dict meanwhile.
+            if ours and any(local is call for local in list(frame.f_locals.values())):
                 return names.get(ident, f"thread {ident}")
             frame = frame.f_back
     return None

@@ -19,6 +19,7 @@ from collectives.arrays.host_arrays import Array, address
 from collectives.core import compile_time
 from collectives.core.errors import some
 from collectives.node.control_block import STATUS_ENTRY
+from collectives.tracing.call_sites import Site
 from collectives.tracing.recorder import Record
 
 __all__ = ["StatusBoard"]
@@ -71,23 +72,23 @@ class StatusBoard:
 
     def write_text(self, record: Record) -> None:
         """Write operation and call site to the own note."""
-        text = self.text_of(record)
+        text = self.text_of(record.operation, record.caller)
         self._length[0] = len(text)
         self._text[0] = text
         self.operation, self.caller = record.operation, record.caller
 
-    def text_of(self, record: Record) -> bytes:
+    def text_of(self, operation: str, caller: tuple[CodeType, int]) -> bytes:
         """Return operation and call site as the own note has them."""
-        code, instruction = record.caller
+        code, instruction = caller
         # Key by identity, because hashing a code object takes 1 us; the cache keeps the code alive.
-        key = (record.operation, id(code), instruction)
-        if key not in self._texts:
+        key = (operation, id(code), instruction)
+        known = self._texts.get(key)
+        if known is None:
             if len(self._texts) >= _TEXTS:
                 self._texts.clear()
-            text = f"{record.operation} at {record.site}".encode()[:_TEXT_BYTES]
-            self._texts[key] = text, code
-        text, _ = self._texts[key]
-        return text
+            text = f"{operation} at {Site(code, instruction)}".encode()[:_TEXT_BYTES]
+            known = self._texts[key] = text, code
+        return known[0]
 
     def in_memory(self) -> tuple[int, int]:
         """Return the addresses of length and text of the own note, for `calls.fast_path`."""

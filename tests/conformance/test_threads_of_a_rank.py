@@ -1,5 +1,6 @@
 """Two threads of a rank in collective operations of one communicator: refused at once."""
 
+import sys
 import threading
 import time
 
@@ -97,19 +98,45 @@ def test_threads_of_a_group_of_one_rank_take_turns(comm):
     assert results[1:] == [[1.0] * 3]
 
 
+# Functions that make the call of a number, from one line for all threads, and return a function that
+# repeats it and says whether its result is right.
+OF_ONE_RANK = {
+    "planned": lambda comm, x, n: both(comm.plan_allreduce(x, op=cc.SUM), lambda y: (y == n).all()),
+    "allreduce": lambda comm, x, n: lambda: (comm.allreduce(x) == n).all(),
+    "broadcast": lambda comm, x, n: lambda: (comm.broadcast(x) == n).all(),
+    "allgather": lambda comm, x, n: lambda: (comm.allgather(x) == n).all(),
+    "reduce_scatter": lambda comm, x, n: lambda: (comm.reduce_scatter(x) == n).all(),
+    "object": lambda comm, x, n: lambda: comm.allgather_object(n) == [n],
+}
+
+
+def both(call, is_right):
+    return lambda: is_right(call())
+
+
+@pytest.fixture
+def switches():
+    """Lets the interpreter switch threads very often."""
+    before = sys.getswitchinterval()
+    sys.setswitchinterval(1e-6)
+    yield
+    sys.setswitchinterval(before)
+
+
+@pytest.mark.parametrize("kind", ["array", "tensor"])
 @inprocess.on_ranks(1)
-def test_many_threads_of_a_group_of_one_rank_get_their_own_results(comm):
+def test_many_threads_of_a_group_of_one_rank_get_their_own_results(comm, switches, kind):
+    make = np.full if kind == "array" else pytest.importorskip("torch").full
     found = []
 
     def work(number):
-        plan = comm.plan_allreduce(np.full(100, float(number)), op=cc.SUM)
+        x = make((100,), float(number))
+        calls = [make(comm, x, number) for make in OF_ONE_RANK.values()]
         for _ in range(100):
-            found.append((plan() == number).all())
-            found.append((comm.allreduce(np.full(100, float(number))) == number).all())
-            found.append(comm.allgather_object(number) == [number])
+            found.extend(bool(call()) for call in calls)
 
     together(work, range(8))
-    assert found == [True] * 8 * 300
+    assert found == [True] * len(OF_ONE_RANK) * 800
 
 
 @inprocess.on_ranks(1, timeout=0.3)
