@@ -188,6 +188,8 @@ def _alone(arguments: list[str]) -> int:
     pytest = [sys.executable, "-m", "pytest", "tests", "-p", "no:cacheprovider"]
     # One worker per core; what needs a machine for itself stays together, see `xdist_group`.
     pytest += ["-n", str(min(os.cpu_count() or 1, MOST_WORKERS)), "--dist", "loadgroup"]
+    # After the crash of a worker pytest-xdist would wait for its tests for ever.
+    pytest += ["--max-worker-restart", "0"]
     pytest += ["-m", "not mpi", f"--junitxml={OUT / 'alone.xml'}", *arguments]
     environment = {**os.environ, **MPI_ENVIRONMENT}
     return subprocess.run(pytest, cwd=ROOT, env=environment, check=False).returncode
