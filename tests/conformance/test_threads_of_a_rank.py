@@ -99,8 +99,8 @@ def test_threads_of_a_group_of_one_rank_take_turns(comm):
     assert results[1:] == [[1.0] * 3]
 
 
-# Functions that make the call of a number, from one line for all threads, and return a function that
-# repeats it and says whether its result is right.
+# Functions that make a call of a thread's number, and return a function that repeats it from one
+# line for all threads and returns whether the result is right.
 OF_ONE_RANK = {
     "planned": lambda comm, x, n: both(comm.plan_allreduce(x, op=cc.SUM), lambda y: (y == n).all()),
     "allreduce": lambda comm, x, n: lambda: (comm.allreduce(x) == n).all(),
