@@ -33,7 +33,11 @@ from strategies import (
     session,
     variables,
 )
-from strategies.averaging.broadcast import broadcast_optimizer_state, broadcast_parameters
+from strategies.averaging.broadcast import (
+    average_buffers,
+    broadcast_optimizer_state,
+    broadcast_parameters,
+)
 from strategies.averaging.consistency import check_consistent
 from strategies.checkpoint.checkpoint_manager import CheckpointManager
 from strategies.cluster.cluster import Cluster
@@ -85,6 +89,7 @@ __all__ = [
     "TPUStrategy",
     "Variable",
     "accumulators",
+    "average_buffers",
     "broadcast_optimizer_state",
     "broadcast_parameters",
     "check_consistent",

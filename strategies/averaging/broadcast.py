@@ -1,4 +1,4 @@
-"""Broadcast of parameters and optimizer state from one rank."""
+"""Broadcast of parameters and optimizer state from one rank, and means of buffers."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from strategies.core.pytree import (
     value_of,
 )
 
-__all__ = ["broadcast_optimizer_state", "broadcast_parameters"]
+__all__ = ["average_buffers", "broadcast_optimizer_state", "broadcast_parameters"]
 
 P = TypeVar("P")  # parameters, or an object with a state
 
@@ -72,21 +72,14 @@ def broadcast_parameters(
         >>> broadcast_parameters(weights)["b"].tolist()
         [1.0]
     """
-    comm = extend.comm_or_world(comm, "broadcast_parameters")
+    say = "broadcast_parameters"
+    comm = extend.comm_or_world(comm, say)
 
     def prepare() -> tuple[Any, list[str]]:
-        _check_root(root, comm, "broadcast_parameters")
+        _check_root(root, comm, say)
         # An iterator can be read only once, but its leaves are needed twice.
         given = list(parameters) if isinstance(parameters, Iterator) else parameters
-        # Named in sorted order, so that the ranks broadcast dicts with other orders of keys alike.
-        leaves = list(named_leaves(state_dict_of(given)))
-        # The received arrays are matched by name, so equal names would merge two leaves.
-        for name, count in Counter(name for name, _ in leaves).items():
-            if count > 1:
-                raise ValueError(
-                    f"broadcast_parameters: expected one leaf per name, got {count} ({name})"
-                )
-        facts = [_describe(name, leaf) for name, leaf in leaves]
+        leaves, facts = _leaves_of(state_dict_of(given), say)
         extra = extra_states(given) if is_module(given) else {}
         own = {}
         # Only the root's extra state is needed, and reading it may be expensive.
@@ -95,7 +88,7 @@ def broadcast_parameters(
         # The root is a fact as well: with different roots the broadcasts would deadlock.
         return (given, leaves, extra, own), [f"root {root}", *facts, *extra]
 
-    given, leaves, extra, own = agreement.compare(comm, "broadcast_parameters", prepare)
+    given, leaves, extra, own = agreement.compare(comm, say, prepare)
     # All ranks have agreed on names, dtypes and shapes, so the sequence of broadcasts is the same.
     received = {name: _receive(leaf, root, comm) for name, leaf in leaves}
     if extra:
@@ -116,6 +109,58 @@ def _set_extra(
 
     # Loading may fail on one rank; `compare` then raises on all.
     agreement.compare(comm, "broadcast_parameters", load)
+
+
+def average_buffers(model: P, *, comm: cc.Communicator | None = None) -> P:
+    """Replace the buffers of all ranks, such as the statistics of batch normalization, by the mean.
+
+    *Collective*. For models without `SyncBatchNorm`, before an evaluation or a checkpoint: each
+    rank has statistics of its own rows.
+
+    Args:
+        model: a PyTorch module, whose parameters stay as they are; or arrays or variables as for
+            `broadcast_parameters`, such as `batch_stats` of Flax. Integers, such as
+            `num_batches_tracked`, stay as they are.
+        comm: the ranks; None for the whole job.
+
+    Returns:
+        The module, or the same structure, as for `broadcast_parameters`.
+
+    Raises:
+        TypeError: a leaf is not an array; on all ranks.
+        ValueError: two leaves have the same path; on all ranks.
+        MismatchError: names, shapes or dtypes differ; on all ranks.
+
+    Example:
+        >>> import numpy as np
+        >>> average_buffers({"mean": np.ones(2), "count": 3})
+        {'mean': array([1., 1.]), 'count': 3}
+    """
+    say = "average_buffers"
+    comm = extend.comm_or_world(comm, say)
+    module: Any = model if is_module(model) else None
+
+    def prepare() -> tuple[Any, list[str]]:
+        given = model if module is None else dict(module.named_buffers())
+        leaves, facts = _leaves_of(given, say)
+        return (given, leaves), facts
+
+    given, leaves = agreement.compare(comm, say, prepare)
+    means = {name: _average(leaf, comm) for name, leaf in leaves}
+    result: P = replace_named_leaves(given, means) if module is None else model
+    return result
+
+
+def _average(leaf: Any, comm: cc.Communicator) -> Any:
+    value = value_of(leaf)
+    if isinstance(value, float):
+        return type(value)(comm.allreduce(value))
+    if not is_array(value) or "float" not in dtype_name(value):
+        return leaf
+    if not _is_writable(value):
+        return comm.allreduce(value)
+    comm.allreduce(value, out=value)
+    return leaf
 
 
 def broadcast_optimizer_state(
@@ -182,14 +227,23 @@ def _check_root(root: int, comm: cc.Communicator, say: str) -> None:
         raise ValueError(f"{say}: no such root, expected 0 .. {comm.size - 1}, got {root!r}")
 
 
-def _describe(name: str, leaf: Any) -> str:
+def _leaves_of(structure: Any, say: str) -> tuple[list[tuple[str, Any]], list[str]]:
+    """Return the leaves of a structure with their names, and their descriptions."""
+    # Named in sorted order, so that the ranks send dicts with other orders of keys alike.
+    leaves = list(named_leaves(structure))
+    # The results are matched by name, so equal names would merge two leaves.
+    for name, count in Counter(name for name, _ in leaves).items():
+        if count > 1:
+            raise ValueError(f"{say}: expected one leaf per name, got {count} ({name})")
+    return leaves, [_describe(name, leaf, say) for name, leaf in leaves]
+
+
+def _describe(name: str, leaf: Any, say: str) -> str:
     value = value_of(leaf)
     if isinstance(value, (bool, int, float, complex)):
         return f"{name}: {type(value).__name__}"
     if not is_array(value):
-        raise TypeError(
-            f"broadcast_parameters: expected arrays, got {type(value).__name__} ({name})"
-        )
+        raise TypeError(f"{say}: expected arrays, got {type(value).__name__} ({name})")
     kind = key_kind(value)
     what = dtype_name(value) if kind is None else f"random keys {kind}"
     return f"{name}: {what} of shape {tuple(value.shape)}"

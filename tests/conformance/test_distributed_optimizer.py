@@ -14,6 +14,7 @@ import collectives as cc
 import strategies
 import strategies.horovod.numpy as hvd
 from oracle import joined
+from requirements import installed
 
 
 def batches_of(rank, steps=8, rows=None):
@@ -511,6 +512,48 @@ def test_parameters_of_one_rank_reach_all(comm):
     assert got[0]["none"] is None
     empty = strategies.broadcast_parameters({}, comm=comm)
     assert empty == {}
+
+
+def test_buffers_of_floats_become_the_mean_of_all_ranks(comm):
+    mean = (comm.size - 1) / 2
+    own = np.full((2, 3), float(comm.rank))
+    frozen = np.full(2, comm.rank, np.float32)
+    frozen.flags.writeable = False
+    counts = np.array([comm.rank])
+    variable = strategies.Variable(own.copy(), name="w")
+    tree = {"own": own, "others": (frozen, counts, comm.rank, comm.rank + 0.5), "w": variable}
+    got = strategies.average_buffers(tree, comm=comm)
+    assert got["own"] is own
+    assert got["w"] is variable
+    np.testing.assert_array_equal(own, mean)
+    np.testing.assert_array_equal(variable.value, mean)
+    np.testing.assert_array_equal(got["others"][0], np.full(2, mean, np.float32), strict=True)
+    np.testing.assert_array_equal(counts, comm.rank)
+    assert got["others"][2:] == (comm.rank, mean + 0.5)
+
+
+def test_buffers_of_a_module_become_the_mean_of_all_ranks(comm):
+    torch = installed("torch")
+    model = torch.nn.BatchNorm1d(2)
+    rows = torch.tensor([[1.0, 2.0], [3.0, 6.0]]) + comm.rank
+    for _ in range(1 + comm.rank):
+        model(rows)
+    with torch.no_grad():
+        model.weight += comm.rank
+    expected = np.mean(comm.allgather(model.running_mean.numpy()[np.newaxis]), axis=0)
+    assert strategies.average_buffers(model, comm=comm) is model
+    np.testing.assert_allclose(model.running_mean.numpy(), expected, rtol=1e-6)
+    assert model.num_batches_tracked == 1 + comm.rank
+    assert model.weight.tolist() == [1.0 + comm.rank] * 2
+
+
+def test_wrong_buffers_are_errors_on_all_ranks(comm):
+    last = comm.rank == comm.size - 1
+    with pytest.raises(TypeError, match="average_buffers: expected arrays, got str"):
+        strategies.average_buffers({"w": "no" if last else np.ones(2)}, comm=comm)
+    if comm.size > 1:
+        with pytest.raises(cc.MismatchError, match=r"w: float64 of shape \(2,\) on rank 0, w: "):
+            strategies.average_buffers({"w": np.ones(3 if last else 2)}, comm=comm)
 
 
 def test_wrong_parameters_are_errors_on_all_ranks(comm):
