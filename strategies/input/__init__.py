@@ -7,6 +7,7 @@ from strategies.input.batching import (
     shuffle_batch,
     shuffle_batch_join,
 )
+from strategies.input.broadcast_batches import broadcast_batches
 from strategies.input.coordinator import Coordinator, LooperThread
 from strategies.input.csv.parser import decode_csv
 from strategies.input.file_batches import FileBatches
@@ -55,6 +56,7 @@ __all__ = [
     "WholeFileReader",
     "batch",
     "batch_join",
+    "broadcast_batches",
     "csv_batches",
     "decode_csv",
     "in_step",

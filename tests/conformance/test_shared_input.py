@@ -11,11 +11,13 @@ import ml_dtypes
 import numpy as np
 import pytest
 
+import collectives as cc
 import inprocess
 import strategies
 from strategies.errors import InvalidArgumentError, OutOfRangeError
 from strategies.input import (
     FileBatches,
+    broadcast_batches,
     input_producer,
     once_per_node,
     preload,
@@ -225,3 +227,32 @@ def test_fewer_files_than_processes(comm):
     if comm.size > 1:
         with pytest.raises(InvalidArgumentError, match="fewer files than processes, expected"):
             strategy.distribute_dataset(batches, policy="file")
+
+
+@pytest.mark.parametrize("count", [0, 1, 3])
+def test_the_batches_of_one_rank_are_those_of_all(comm, count):
+    root = comm.size - 1
+    batches = [{"x": np.full((2, 3), i), "y": ["a", i]} for i in range(count)]
+    given = iter(batches) if comm.rank == root else None
+    got = list(broadcast_batches(given, comm, root=root))
+    assert len(got) == count
+    for mine, batch in zip(got, batches, strict=True):
+        np.testing.assert_array_equal(mine["x"], batch["x"], strict=True)
+        assert mine["y"] == batch["y"]
+
+
+def test_an_error_of_the_only_reader_is_raised_on_all(comm):
+    def read():
+        yield np.zeros(1)
+        raise ValueError("line 2 is damaged")
+
+    batches = broadcast_batches(read(), comm)
+    assert next(batches).tolist() == [0]
+    with pytest.raises(ValueError, match="line 2 is damaged"):
+        next(batches)
+    assert comm.allreduce(1, op=cc.SUM) == comm.size
+    with pytest.raises(ValueError, match="root"):
+        next(broadcast_batches([1], comm, root=comm.size))
+    if comm.size > 1:
+        with pytest.raises(cc.MismatchError):
+            next(broadcast_batches([1], comm, root=min(comm.rank, 1)))
