@@ -46,8 +46,8 @@ _OVERLAPPED_BYTES = 4 << 20
 _MISSES = 3
 
 _EQUAL_METRIC = (
-    "give the schedule a metric that is equal on all ranks, such as comm.allreduce(loss)"
-    f"; {consistency.ON_PURPOSE}"
+    "give all ranks the same options, and a schedule a metric that is equal on all ranks, such as "
+    f"comm.allreduce(loss); {consistency.ON_PURPOSE}"
 )
 
 

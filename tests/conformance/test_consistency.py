@@ -130,7 +130,7 @@ def test_a_rate_that_differs_in_a_later_step_is_an_error_in_that_step(comm, ever
     step(optimizer, w)
     words = (
         rf"in their settings, learning_rate is 0.5 on rank 0, 1.0 on rank {comm.size - 1}; "
-        r"give the schedule a metric that is equal .*comm.allreduce\(loss\); compare="
+        r"give all ranks the same options, and a schedule .*comm.allreduce\(loss\); compare="
     )
     if comm.size > 1:
         assert_differs(comm, words, lambda: step(optimizer, w))
@@ -180,7 +180,7 @@ def test_strategies_compare_schedules_where_every_rank_updates(comm):
         strategy.run(lambda: strategy.apply_gradients(optimizer, [(np.ones(3), w)]))
 
     apply()
-    words = f"learning_rate is 0.5 on rank 0, 1.0 on rank {comm.size - 1}; give the schedule"
+    words = f"learning_rate is 0.5 on rank 0, 1.0 on rank {comm.size - 1}; give all ranks"
     assert_differs(comm, words, apply)
 
 

@@ -772,7 +772,7 @@ def test_a_rate_that_differs_in_a_later_step_is_an_error_in_that_step(comm):
     schedule = torch.optim.lr_scheduler.ReduceLROnPlateau(optimizer, factor=0.5, patience=0)
     words = (
         rf"in their settings, lr of group 0 is 0.25 on rank 0, 0.125 on rank {comm.size - 1} "
-        r"\(and 1 more\); give the schedule a metric that is equal on all ranks"
+        r"\(and 1 more\); give all ranks the same options, and a schedule a metric"
     )
 
     def step():
