@@ -22,7 +22,9 @@ from collectives.operations import plan_cache
 from collectives.plans import by_messages
 from collectives.plans import planner as plans
 from collectives.plans.by_messages import ReduceSpec
-from collectives.plans.prepared_calls import EagerCall, LoneCall, MessageCall, NodeCall
+from collectives.plans.lone_call import LoneCall
+from collectives.plans.message_calls import EagerCall, MessageCall
+from collectives.plans.prepared_calls import NodeCall
 from collectives.tracing.call_sites import caller
 
 __all__ = ["barrier", "broadcast"]

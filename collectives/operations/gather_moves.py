@@ -18,8 +18,8 @@ from collectives.arrays.host_arrays import ALLOCATE, Array, RowsOut
 from collectives.calls.call import Call
 from collectives.calls.counts import output_mismatch
 from collectives.plans.gather_plan import GatherPlan
+from collectives.plans.lone_call import LoneCall
 from collectives.plans.planner import is_alone
-from collectives.plans.prepared_calls import LoneCall
 
 __all__ = [
     "allgather",

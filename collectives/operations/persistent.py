@@ -27,8 +27,9 @@ from collectives.calls.overloads import A, Splits
 from collectives.operations import gather_moves, minloc
 from collectives.plans import planner as plans
 from collectives.plans.by_messages import ReduceSpec
+from collectives.plans.message_calls import MessageCall
 from collectives.plans.planner import CompositePlan, Plan
-from collectives.plans.prepared_calls import MessageCall, NodeCall, PreparedCall
+from collectives.plans.prepared_calls import NodeCall, PreparedCall
 
 __all__ = ["plan_allgather", "plan_allreduce", "plan_broadcast", "plan_reduce_scatter"]
 

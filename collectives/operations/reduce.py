@@ -37,7 +37,9 @@ from collectives.operations import minloc, plan_cache
 from collectives.plans import by_messages
 from collectives.plans import planner as plans
 from collectives.plans.by_messages import ReduceSpec
-from collectives.plans.prepared_calls import LoneCall, MessageCall, NodeCall
+from collectives.plans.lone_call import LoneCall
+from collectives.plans.message_calls import MessageCall
+from collectives.plans.prepared_calls import NodeCall
 from collectives.tracing.call_sites import caller
 
 __all__ = ["allreduce", "reduce", "reduce_scatter"]

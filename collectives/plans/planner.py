@@ -24,14 +24,9 @@ from collectives.core.errors import MismatchError
 from collectives.node.control_block import NOTED
 from collectives.plans import by_messages as messages
 from collectives.plans.by_messages import ReduceSpec
-from collectives.plans.prepared_calls import (
-    AnyCall,
-    EagerCall,
-    LoneCall,
-    MessageCall,
-    NodeCall,
-    PreparedCall,
-)
+from collectives.plans.lone_call import LoneCall
+from collectives.plans.message_calls import EagerCall, MessageCall
+from collectives.plans.prepared_calls import NodeCall, PreparedCall
 from collectives.tracing.call_sites import caller
 
 __all__ = [
@@ -50,7 +45,9 @@ __all__ = [
 MOST = 256
 
 
-def allreduce(call: Call, send: Array, out: Array, how: ReduceSpec) -> AnyCall:
+def allreduce(
+    call: Call, send: Array, out: Array, how: ReduceSpec
+) -> NodeCall | EagerCall | MessageCall:
     """Plan the all-reduce of flat arrays in a described call."""
     engine = call.engine_for(how.algorithm)
     if engine is None:

@@ -1,4 +1,4 @@
-"""Four kinds of prepared calls: node engine, one rank, eager and messages.
+"""Prepared calls: their interface, and those of the node engine.
 
 | plan | synchronization | contents |
 | --- | --- | --- |
@@ -22,12 +22,9 @@ from collections.abc import Callable
 from types import FrameType
 from typing import Any, Protocol, cast
 
-import numpy as np
-
-from collectives.algorithms.eager import EagerBlock, EagerExchange
 from collectives.arrays.host_arrays import Array
 from collectives.calls import signature
-from collectives.calls.call import Call, begin_call
+from collectives.calls.call import Call
 from collectives.calls.group import Group
 from collectives.core.errors import MismatchError
 from collectives.kernels.structures import field_view
@@ -36,7 +33,7 @@ from collectives.node.engine import CopyTable, KernelCall
 from collectives.tracing.peer_status import StatusBoard
 from collectives.tracing.recorder import Record
 
-__all__ = ["AnyCall", "EagerCall", "LoneCall", "MessageCall", "NodeCall", "PreparedCall"]
+__all__ = ["CompiledCall", "NodeCall", "PreparedCall"]
 
 
 class PreparedCall(Protocol):
@@ -71,7 +68,7 @@ class PreparedCall(Protocol):
         """
 
 
-class _KernelCall(ABC):
+class CompiledCall(ABC):
     """A call of compiled code that needs only the addresses of its arrays.
 
     Args:
@@ -140,7 +137,7 @@ class _KernelCall(ABC):
         """Run the kernel until the call is complete; arguments and errors as `run`."""
 
 
-class NodeCall(_KernelCall):
+class NodeCall(CompiledCall):
     """A call in the node engine that needs only the addresses of its arrays.
 
     Args:
@@ -343,149 +340,3 @@ class NodeCall(_KernelCall):
         # The comparison fails on all ranks of the round, so all of them exchange descriptions.
         if not self._engine.run(self._work, deadline, status):
             signature.raise_mismatch(self.group.transport, self._description, deadline)
-
-
-class LoneCall(NodeCall):
-    """A call of a group of one rank: a copy of its array.
-
-    Python copies until `node_call`, because loading compiled code takes 0.1 s.
-
-    Args:
-        call: the described call that creates the plan.
-        nbytes: bytes of the array.
-        shape: shape of the result; None for the shape of the array.
-    """
-
-    def __init__(self, call: Call, nbytes: int, shape: tuple[int, ...] | None = None) -> None:
-        _KernelCall.__init__(self, call, shape)
-        self.fields.pop(signature.NUMBER, None)  # every call has its own number
-        self._nbytes = nbytes
-        self._before = 0
-        self._is_loaded = False
-
-    def node_call(self) -> NodeCall | None:
-        """Load the kernel, and return this call."""
-        if not self._is_loaded:
-            self._engine = self.group.lone_engine()
-            self._use(self._engine.plan_own_copy(self._nbytes))
-            self._is_loaded = True
-        return self
-
-    def run(
-        self,
-        send: Array | None,
-        out: Array | None,
-        timeout: float | None,
-        frame: FrameType,
-        then: Callable[[], Exception | None] | None = None,
-    ) -> Array | None:
-        """Repeat the call as `PreparedCall.run`."""
-        made = None
-        if out is None and self.shape is not None and send is not None:
-            made = np.empty(self.shape, send.dtype)
-        _KernelCall.run(self, send, made if out is None else out, timeout, frame, then)
-        return made
-
-    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
-        """Run the call that created the plan."""
-        self.meet(send, out, None)
-
-    def meet(self, send: Array | None, out: Array | None, timeout: float | None) -> None:
-        """Copy the array."""
-        if send is not None and out is not None and out is not send:
-            out.reshape(-1)[...] = send.reshape(-1)
-
-
-class EagerCall(_KernelCall):
-    """A small call by messages of compiled code.
-
-    Args:
-        call: the described call that creates the plan.
-        exchange: sends the messages.
-        block: arguments of the kernel.
-    """
-
-    def __init__(self, call: Call, exchange: EagerExchange, block: EagerBlock) -> None:
-        super().__init__(call)
-        self.fields.pop(signature.NUMBER, None)  # every call has its own number
-        self._exchange = exchange
-        self._kernel = exchange.kernel
-        self._block = block
-        self._hash, self._inverse_hash, self._send, self._out = (
-            field_view(block.fields, name) for name in ("hash", "inverse_hash", "send", "out")
-        )
-        # Without the number: `_fill` adds the number of each call, in less time than a hash takes.
-        self._digest = signature.hash_of({"operation": self.operation, **self.fields})
-
-    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
-        """Run the call that created the plan; errors as `Call.checked`."""
-        self._fill(send, out)
-        call.exchange_eager(self._exchange, self._block)
-
-    def meet(self, send: Array | None, out: Array | None, timeout: float | None) -> None:
-        """Run the kernel until the call is complete; arguments and errors as `run`."""
-        self._fill(send, out)
-        if status := self._kernel(self._block.address):
-            group = self.group
-            deadline = group.deadline(self.operation, timeout)
-            if not self._exchange.run(self._block, status, deadline):
-                # The description has the number of the first call.
-                call = {**self._description, signature.NUMBER: group.call_number}
-                signature.raise_mismatch(group.transport, call, deadline)
-
-    def _fill(self, send: Array | None, out: Array | None) -> None:
-        # The number detects ranks that are out of step with equal calls.
-        digest = signature.with_number(self._digest, self.group.call_number)
-        # Both words, because one minimum over all ranks then finds any difference: min(~h) is
-        # ~max(h).
-        self._hash[0], self._inverse_hash[0] = digest, ~digest
-        readable = self.group.address_reader.readable
-        self._send[0] = 0 if send is None else readable(send)
-        self._out[0] = 0 if out is None else readable(out)
-
-
-class MessageCall:
-    """A call by messages with checked arguments.
-
-    Args:
-        call: the described call that creates the plan.
-        move: compares the call and moves flat arrays.
-        shape: shape of the result; None for the shape of the array.
-    """
-
-    arrays = 0
-    input_offset = None  # arrays may not overlap; see `NodeCall.input_offset`
-
-    def __init__(
-        self, call: Call, move: Callable[..., None], shape: tuple[int, ...] | None = None
-    ) -> None:
-        self.shape = shape
-        self.group = call.group
-        self._fields = call.description
-        # `description` is a copy, so the call keeps its own fields.
-        self.operation = str(self._fields.pop("operation"))
-        self._fields.pop(signature.NUMBER, None)  # every call has its own number
-        self._move = move
-
-    def first(self, call: Call, send: Array | None = None, out: Array | None = None) -> None:
-        """Run the call that created the plan."""
-        self._move(call, send, out)
-
-    def node_call(self) -> NodeCall | None:
-        """Return None: Python repeats the call."""
-        return None
-
-    def run(
-        self, send: Array | None, out: Array | None, timeout: float | None, frame: FrameType
-    ) -> None:
-        """Repeat the call; arguments and errors as `PreparedCall.run`.
-
-        `begin_call` finds the caller without `frame`: 1 us, in a call of at least 20 us.
-        """
-        with begin_call(self.group, self.operation, timeout) as call:
-            call.describe(**self._fields)
-            flat = [None if array is None else array.reshape(-1) for array in (send, out)]
-            self._move(call, *flat)
-
-
-AnyCall = NodeCall | EagerCall | MessageCall

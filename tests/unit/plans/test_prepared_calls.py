@@ -6,7 +6,8 @@ import pytest
 import collectives as cc
 import inprocess
 from collectives.communicator import group_of
-from collectives.plans.prepared_calls import MessageCall, NodeCall
+from collectives.plans.message_calls import MessageCall
+from collectives.plans.prepared_calls import NodeCall
 from inprocess import on_ranks, world_settings
 
 # Of each, whether it is found again; x is an array of the caller's, changed where it is the result.
