@@ -25,7 +25,8 @@ class Children:
             try:
                 kept = body()  # noqa: F841  (the lock lives as long as its object's descriptor)
                 os.write(announce, b"x")
-                signal.pause()
+                while True:  # a handler may run just before `signal.pause`, which would then wait
+                    time.sleep(0.01)
             finally:
                 os._exit(1)
         self.pids.append(pid)
