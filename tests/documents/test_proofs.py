@@ -41,6 +41,7 @@ OF_OTHERS = {
 NAMES_OF_OTHERS = {
     "BatchNormalization", "DataParallel", "DeprecationWarning", "LD_LIBRARY_PATH",
     "ModelParallel", "MPI_Comm_accept", "class_weight", "mean_with_sample_weight",
+    "non_trainable_variables",
     "set_distribution", "weighted_metrics",
     "MPI_Comm_connect", "MPI_Comm_join", "MPI_Recv", "MPI_Send", "MPI_THREAD_MULTIPLE",
     "NCCL_DEBUG", "OMPI_MCA_btl_tcp_if_include", "PBS_NODEFILE", "PreemptParameters",
