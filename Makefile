@@ -136,7 +136,7 @@ $(VENV)/.unisono-kind-jax: $(STAMP)
 	touch "$@"
 
 $(VENV)/.unisono-kind-frameworks: $(VENV)/.unisono-kind-torch
-	"$(VENV)/bin/python" -m pip install $(QUIETLY) "accelerate>=1.15" "keras>=3.15" "lightning>=2.6" "pytorch-ignite>=0.5.5" "pytorch-metric-learning>=2.9" "torch_geometric>=2.8" "torchmetrics>=1.9" "transformers>=5.24"
+	"$(VENV)/bin/python" -m pip install $(QUIETLY) "accelerate>=1.15" "flax>=0.12" "keras>=3.15" "lightning>=2.6" "pytorch-ignite>=0.5.5" "pytorch-metric-learning>=2.9" "torch_geometric>=2.8" "torchmetrics>=1.9" "transformers>=5.24"
 	touch "$@"
 
 $(VENV)/.unisono-kind-notebook: $(STAMP)

@@ -18,7 +18,7 @@ import pytest
 REQUIREMENTS = (
     "compiler",  # of C++
     "cores",  # two of them
-    "frameworks",  # over PyTorch, see `_FRAMEWORKS`; Keras over it and JAX
+    "frameworks",  # over PyTorch, see `_FRAMEWORKS`; Keras over it and JAX; Flax
     "gpu",  # a CUDA device, and CuPy
     "impi",  # Intel MPI, beside the first MPI library
     "jax",  # with Optax
@@ -37,8 +37,8 @@ REQUIREMENTS = (
 )
 
 _FRAMEWORKS = (
-    "accelerate", "ignite", "keras", "lightning", "pytorch_metric_learning", "torch_geometric",
-    "torchmetrics", "transformers",
+    "accelerate", "flax", "ignite", "keras", "lightning", "pytorch_metric_learning",
+    "torch_geometric", "torchmetrics", "transformers",
 )  # fmt: skip
 
 # Packages that come with another one that has the requirement's name.

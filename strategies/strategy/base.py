@@ -27,6 +27,7 @@ from strategies.core.process_group import ProcessGroup
 from strategies.replicas import context, datasets, reductions, run
 from strategies.replicas.context import require_cross_replica
 from strategies.replicas.datasets import InputContext, Policy, ValueContext
+from strategies.replicas.mirrored_model import MirroredModel, form_of
 from strategies.replicas.per_replica import PerReplica, differs, select
 from strategies.replicas.reductions import Axis, ReduceOp
 from strategies.replicas.variable import Aggregation, Synchronization, Variable
@@ -169,6 +170,46 @@ class Strategy:
         # After the last error, so that a name of a failed creation is free again.
         self._names.add(chosen)
         return variable
+
+    def mirror(self, model: Any, *, name: str = "model") -> MirroredModel:
+        """Give each replica a copy of a model, with the chief's values; *collective*.
+
+        `minimize` of the result trains the copies, which stay equal. What the model itself writes,
+        such as the statistics of a batch norm, is an "on_read" variable: each replica has its own,
+        and reads outside of replicas return the mean, or the first replica's integers.
+
+        Args:
+            model: a PyTorch module, a Flax NNX module, or a built Keras model over JAX. It keeps
+                its values until `export`.
+            name: prefix of its variables' names.
+
+        Raises:
+            TypeError: the model is of another kind; on all ranks.
+            ValueError: the model has no values yet, a name is taken, Keras uses another backend, or
+                the strategy's replicas do not synchronize; on all ranks.
+            MismatchError: the ranks' models differ in names, shapes or dtypes.
+        """
+        require_cross_replica(self, "mirror")
+
+        def local() -> Any:
+            if not self.is_in_step:
+                raise ValueError(
+                    f"mirror: expected a strategy whose replicas synchronize, got "
+                    f"{type(self).__name__}"
+                )
+            return form_of(model, len(self.devices))
+
+        form = self._everyone.run_then_agree("mirror", local)
+        variables = [
+            self.variable(
+                part.value,
+                name=f"{name}/{part.name}",
+                synchronization="on_read" if part.is_written else "on_write",
+                aggregation=part.aggregation,
+            )
+            for part in form.parts
+        ]
+        return MirroredModel(self, form, variables)
 
     def run(
         self,

@@ -193,6 +193,13 @@ class TPUStrategy(Strategy):
 
     def placed(self, value: Any, *, shared: bool) -> list[Any]:
         """Return the value for each replica of this process: one replicated array if shared."""
+        from strategies.tpu.arguments import is_array
+
+        if not is_array(value):
+            raise ValueError(
+                f"variable: TPUStrategy computes with JAX, expected an array of NumPy or JAX, got "
+                f"{type(value).__name__}"
+            )
         if shared:
             return [self._mesh.everywhere(value)] * len(self.devices)
         return [put_jax(value, name) for name in self.devices]

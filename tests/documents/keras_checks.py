@@ -392,6 +392,41 @@ def main() -> None:
             print(f"{time.process_time() - began:.1f} s", flush=True)
 
 
+def check_a_mirrored_model_learns_what_one_process_learns():
+    if keras.config.backend() != "jax":
+        with pytest.raises(ValueError, match="expected the backend jax of Keras, got torch"):
+            strategies.DefaultStrategy().mirror(built("sgd"))
+        return
+    devices = ["/cpu:0", "/cpu:1"]
+
+    def trained(strategy, seed):
+        keras.utils.set_random_seed(seed)
+        normed = [keras.Input((6,)), keras.layers.BatchNormalization(momentum=0.5)]
+        model, norm = strategy.mirror(built("sgd", seed)), keras.Sequential(normed)
+        norm = strategy.mirror(norm, name="norm")
+        optimizer = strategies.Momentum(0.1, 0.9)
+
+        def step(x, y):
+            norm.apply(lambda net: net(x, training=True))
+            return model.minimize(optimizer, lambda net: LOSS(y, net(x)), examples=x.shape[0])
+
+        data = [(X[i : i + ROWS], Y[i : i + ROWS]) for i in range(0, len(X), ROWS)]
+        for batch in strategy.distribute_dataset(data):
+            strategy.run(step, args=batch)
+        return weights(model.export()), norm.export().get_weights()[2]
+
+    alone, mean = trained(strategies.DefaultStrategy(), 1)
+    for group in groups:
+        for kind in (strategies.MirroredStrategy, strategies.TPUStrategy):
+            found = trained(kind(devices=devices, comm=group), 1 + group.rank)
+            # Equal numbers of rows: the mean of the replicas' means is that of all rows.
+            np.testing.assert_allclose(found[0], alone, **ALIKE)
+            np.testing.assert_allclose(found[1], mean, **ALIKE)
+            same_on_all(group, found[0])
+    with pytest.raises(ValueError, match="expected a built one"):
+        strategies.DefaultStrategy().mirror(keras.Sequential([keras.layers.Dense(1)]))
+
+
 if __name__ == "__main__":
     folder = Path(sys.argv[1]).resolve()
     world = cc.init()

@@ -27,7 +27,7 @@ def test_all_checks_on_three_ranks(tmp_path, backend, packages):
         require("ulfm", "fault tolerance needs Open MPI 5")
     result = mpirun(
         3, CHECKS, tmp_path, timeout=SECONDS, options=("--with-ft", "ulfm"),
-        KERAS_BACKEND=backend, UNISONO_ABORT_ON_EXCEPTION="0",
+        KERAS_BACKEND=backend, UNISONO_ABORT_ON_EXCEPTION="0", JAX_NUM_CPU_DEVICES="2",
     )  # fmt: skip
     names = re.findall(r"^def check_(\w+)", CHECKS.read_text(), re.MULTILINE)
     passed = re.findall(r"^passed (\w+)$", result.stdout, re.MULTILINE)
