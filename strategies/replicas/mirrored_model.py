@@ -67,7 +67,7 @@ class _Form(Protocol):
 class MirroredModel:
     """A model with a copy per replica; `Strategy.mirror` returns it.
 
-    Its state, for `Saver`, is one copy: parameters, and the averages of what replicas wrote.
+    Its state, for `Saver`, is one copy: parameters, and averages of the arrays that replicas write.
 
     Args:
         strategy: strategy of the replicas.
@@ -282,7 +282,7 @@ class _NnxForm(_JaxForm):
         flattened = [jax.tree_util.tree_flatten_with_path(state) for state in (params, rest)]
         self._trees = [tree for _, tree in flattened]
         self._leaves = [leaf for leaves, _ in flattened for _, leaf in leaves]
-        # Random keys are no variables: each replica derives its own from them.
+        # Random keys stay outside of variables: each replica derives its own from them.
         self._is_key = [_is_key(leaf) for leaf in self._leaves]
         self.parts = [
             Part("/".join(str(key.key) for key in path if hasattr(key, "key")), leaf, written)

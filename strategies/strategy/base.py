@@ -174,9 +174,9 @@ class Strategy:
     def mirror(self, model: Any, *, name: str = "model") -> MirroredModel:
         """Give each replica a copy of a model, with the chief's values; *collective*.
 
-        `minimize` of the result trains the copies, which stay equal. What the model itself writes,
-        such as the statistics of a batch norm, is an "on_read" variable: each replica has its own,
-        and reads outside of replicas return the mean, or the first replica's integers.
+        `minimize` of the result trains the copies, which stay equal. Arrays that the model itself
+        writes, such as statistics of a batch norm, are "on_read" variables: each replica has its
+        own, and reads outside of replicas return the mean, or the first replica's integers.
 
         Args:
             model: a PyTorch module, a Flax NNX module, or a built Keras model over JAX. It keeps
