@@ -357,41 +357,6 @@ def check_the_page_s_programs():
     assert names["metrics"].keys() == {"loss"}
 
 
-class Killed(keras.callbacks.Callback):
-    """Kills its rank before the second step."""
-
-    def on_train_batch_begin(self, batch, logs=None):
-        if batch == 1 and world.rank == 2:
-            time.sleep(0.5)  # others would fail in what went before
-            os.kill(os.getpid(), signal.SIGKILL)
-
-
-def check_a_killed_rank_is_an_error_on_the_others():
-    print("passed a_killed_rank_is_an_error_on_the_others" if world.rank == 2 else "", flush=True)
-    model = built(sk.DistributedOptimizer(keras.optimizers.SGD(0.1)))
-    with failing(cc.PeerFailure, "rank 2"):
-        fit(model, X, Y, 4, callbacks=[Killed()])
-
-
-def main() -> None:
-    """Run all checks; that of a killed rank is the last."""
-    checks = [(name, f) for name, f in globals().items() if name.startswith("check_")]
-    chosen = sys.argv[2:]
-    for name, check in checks:
-        short = name.removeprefix("check_")
-        if chosen and short not in chosen:
-            continue
-        began = time.process_time()
-        try:
-            check()
-        except BaseException:
-            print(f"rank {world.rank} failed {short}\n{traceback.format_exc()}", flush=True)
-            continue
-        print(f"passed {short}", flush=True)
-        if chosen:
-            print(f"{time.process_time() - began:.1f} s", flush=True)
-
-
 def check_a_mirrored_model_learns_what_one_process_learns():
     if keras.config.backend() != "jax":
         with pytest.raises(ValueError, match="expected the backend jax of Keras, got torch"):
@@ -425,6 +390,41 @@ def check_a_mirrored_model_learns_what_one_process_learns():
             same_on_all(group, found[0])
     with pytest.raises(ValueError, match="expected a built one"):
         strategies.DefaultStrategy().mirror(keras.Sequential([keras.layers.Dense(1)]))
+
+
+class Killed(keras.callbacks.Callback):
+    """Kills its rank before the second step."""
+
+    def on_train_batch_begin(self, batch, logs=None):
+        if batch == 1 and world.rank == 2:
+            time.sleep(0.5)  # others would fail in what went before
+            os.kill(os.getpid(), signal.SIGKILL)
+
+
+def check_a_killed_rank_is_an_error_on_the_others():
+    print("passed a_killed_rank_is_an_error_on_the_others" if world.rank == 2 else "", flush=True)
+    model = built(sk.DistributedOptimizer(keras.optimizers.SGD(0.1)))
+    with failing(cc.PeerFailure, "rank 2"):
+        fit(model, X, Y, 4, callbacks=[Killed()])
+
+
+def main() -> None:
+    """Run all checks; that of a killed rank is the last."""
+    checks = [(name, f) for name, f in globals().items() if name.startswith("check_")]
+    chosen = sys.argv[2:]
+    for name, check in checks:
+        short = name.removeprefix("check_")
+        if chosen and short not in chosen:
+            continue
+        began = time.process_time()
+        try:
+            check()
+        except BaseException:
+            print(f"rank {world.rank} failed {short}\n{traceback.format_exc()}", flush=True)
+            continue
+        print(f"passed {short}", flush=True)
+        if chosen:
+            print(f"{time.process_time() - began:.1f} s", flush=True)
 
 
 if __name__ == "__main__":
