@@ -218,8 +218,9 @@ class ServedVariables(HostingStrategy):
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:
         """Return the training state for a checkpoint; not on a ps task.
 
-        The state of each ps is from between two updates. A call by a worker in synchronous training
-        returns the same update number from all ps tasks.
+        The state of each ps is from between two updates. A call by a worker between two synchronous
+        steps returns the same update number from all ps tasks. During an update, such as in a call
+        by the evaluator or in a second thread, the numbers may differ.
 
         Returns:
             `variable/<name>` and, for every slot, `optimizer/<slot>/<name>`, of the variable's
