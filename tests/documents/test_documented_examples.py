@@ -43,13 +43,13 @@ LOOSE = {
     "shared-state.md", "spare-replicas.md", "strategies.md",
 }  # fmt: skip
 
+# Packages that the examples of a page import.
+NEEDED = {"checkpoints.md": ["matplotlib"], "jax.md": ["jax"], "strategies.md": ["torch"]}
+
 
 @pytest.mark.parametrize("page", EXAMPLES)
 def test_examples(page, tmp_path, monkeypatch):
-    if page == "checkpoints.md":
-        needs("matplotlib")
-    if page == "jax.md":
-        needs("jax")
+    needs(*NEEDED.get(page, ()))
     monkeypatch.chdir(tmp_path)
     flags = doctest.ELLIPSIS | doctest.NORMALIZE_WHITESPACE if page in LOOSE else 0
     result = doctest.testfile(str(DOCS / page), module_relative=False, optionflags=flags)
