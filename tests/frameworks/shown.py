@@ -26,4 +26,7 @@ def show(tensors: Iterable[torch.Tensor]) -> None:
     everyones = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyones, shown)
     assert set(everyones) == {shown}, everyones
+    # Gloo's thread needs the GIL to free the tensors of its last operation, and a main thread that
+    # destroys the group holds it and waits for that thread. A barrier has no tensors.
+    distributed.barrier()
     print("shown", distributed.get_backend(), distributed.get_rank(), shown, flush=True)
