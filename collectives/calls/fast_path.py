@@ -120,7 +120,7 @@ class FastPath:
     ) -> None:  # fmt: skip
         """Learn the call that has just ended, after some calls with its plan.
 
-        Not while another thread learns one; a later call is learned as well.
+        Does nothing while another thread learns a call, because a later one will do.
 
         Args:
             group: the `Group` of this fast path.
@@ -222,18 +222,23 @@ class FastPath:
         """Return an entry of the group's last call for `repeat_at` of the kernel.
 
         Returns:
-            The entry, and the objects that it refers to; None if `learn` was not given the call.
+            The entry, and the objects that it refers to; None if `learn` was not given the call, or
+            another thread learns one.
         """
         newest, self._newest = self._newest, None
         if newest is None or newest[1] != self.state.number or not is_usable():
             return None
         plan, _ = newest
-        with self._lock:
+        if not self._lock.acquire(blocking=False):
+            return None
+        try:
             operation, caller = _newest(group)
             if operation != plan.operation or (node := plan.node_call()) is None:
                 return None
             entry = Entry(generation=self.state.generation)
             return entry, self._describe(entry, group, plan, node, caller)
+        finally:
+            self._lock.release()
 
     def _describe(
         self, entry: Any, group: Any, plan: Any, node: Any, caller: tuple[CodeType, int]

@@ -118,9 +118,9 @@ def average_buffers(model: P, *, comm: cc.Communicator | None = None) -> P:
     rank has statistics of its own rows.
 
     Args:
-        model: a PyTorch module, whose parameters stay as they are; or arrays or variables as for
-            `broadcast_parameters`, such as `batch_stats` of Flax. Integers, such as
-            `num_batches_tracked`, stay as they are.
+        model: a PyTorch module, whose parameters do not change; or arrays or variables as for
+            `broadcast_parameters`, such as `batch_stats` of Flax. Only real floats are averaged,
+            not integers such as `num_batches_tracked`.
         comm: the ranks; None for the whole job.
 
     Returns:

@@ -39,7 +39,7 @@ class Part(NamedTuple):
 
     @property
     def aggregation(self) -> Aggregation:
-        """How the values of the replicas are combined; counters have no mean of their dtype."""
+        """How the values of the replicas are combined; the mean of integers may be a fraction."""
         if not self.is_written:
             return "none"
         return "only_first_replica" if is_whole(self.value) else "mean"
