@@ -324,9 +324,7 @@ class Variable:
 
     def _combine(self) -> Any:
         """Return the value of an "on_read" variable outside of replicas."""
-        if self._alone:
-            return self._components[0]
-        if self.aggregation == "none":
+        if self.aggregation == "none" and not self._alone:
             raise ValueError(
                 f"value: an on_read variable without an aggregation is read outside of replicas, "
                 f"expected aggregation 'sum', 'mean' or 'only_first_replica' (variable: "
@@ -334,7 +332,7 @@ class Variable:
             )
         # Detached, because a combined value does not belong to any replica's graph.
         parts = [local_array.detached(c) for c in self._components]
-        combined = self._aggregate(parts)
+        combined = parts[0] if self._alone else self._aggregate(parts)
         # The caller may change the result, but not the replica's own array.
         return array_ops.copy(combined) if combined is parts[0] else combined
 

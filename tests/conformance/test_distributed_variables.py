@@ -122,6 +122,8 @@ def test_on_read_each_replica_has_its_own(comm, make, count, aggregation):
             assert v.value
     else:
         np.testing.assert_allclose(v.value, expected)
+        v.value[...] = -1  # a new array
+        assert tuple(component.item() for component in strategy.local_results(v)) == own
 
 
 def test_a_sum_that_is_assigned_is_shared_among_the_replicas(comm, count):
