@@ -28,6 +28,8 @@ file cannot be written, such as on a full disk, the rank logs one warning and wr
 
 from __future__ import annotations
 
+import contextlib
+import errno
 import json
 import logging
 import os
@@ -69,7 +71,9 @@ def write(event: str, /, **facts: Any) -> None:
             _descriptors[rank] = _open(rank)
         if _descriptors[rank] >= 0:
             facts = {"event": event, "time": round(time.time(), 6), "rank": rank, **facts}
-            os.write(_descriptors[rank], json.dumps(facts).encode() + b"\n")
+            line = json.dumps(facts).encode() + b"\n"
+            if os.write(_descriptors[rank], line) < len(line):
+                raise OSError(errno.ENOSPC, "the last line is incomplete")
     except OSError as error:
         # Not raised: an event is written while a job recovers, and other ranks wait for this one.
         _descriptors[rank] = -1
@@ -82,19 +86,23 @@ def _open(rank: int) -> int:
         return -1
     Path(folder).mkdir(parents=True, exist_ok=True)
     # O_APPEND, because a program that starts again adds to the file.
-    flags = os.O_WRONLY | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
-    return os.open(Path(folder) / f"rank-{rank}.jsonl", flags, 0o644)
+    flags = os.O_RDWR | os.O_CREAT | os.O_APPEND | os.O_CLOEXEC
+    descriptor = os.open(Path(folder) / f"rank-{rank}.jsonl", flags, 0o644)
+    size = os.fstat(descriptor).st_size
+    # A full disk or the death of the process may have cut the last line.
+    if size and os.pread(descriptor, 1, size - 1) != b"\n":
+        os.write(descriptor, b"\n")
+    return descriptor
 
 
 def read(folder: str | os.PathLike[str]) -> list[dict[str, Any]]:
     """Return the events of all ranks, ordered by time.
 
-    An incomplete last line is skipped.
+    Incomplete lines are skipped: a full disk may cut a line, and the last one may still be written.
     """
     events = []
     for path in sorted(Path(folder).glob("rank-*.jsonl")):
-        for line in path.read_text().splitlines(keepends=True):
-            # A full disk may cut a line, and a reader may see a line that is being written.
-            if line.endswith("\n"):
+        for line in path.read_text().splitlines():
+            with contextlib.suppress(json.JSONDecodeError):
                 events.append(json.loads(line))
     return sorted(events, key=lambda event: event["time"])

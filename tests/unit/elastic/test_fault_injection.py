@@ -69,6 +69,29 @@ def test_each_fault_happens_once_at_its_step(tmp_path):
     ]
 
 
+CUT = """
+import resource, signal, sys
+from strategies.elastic import event_log
+
+signal.signal(signal.SIGXFSZ, signal.SIG_IGN)
+resource.setrlimit(resource.RLIMIT_FSIZE, (100 * int(sys.argv[1]), resource.RLIM_INFINITY))
+event_log.write("spare")
+event_log.write("failure", error="x" * 100)
+event_log.write("end")  # the file is given up after the line that was cut
+"""
+
+
+def test_a_cut_line_costs_only_its_own_event(tmp_path):
+    folder = tmp_path / "log"
+    program = str(written(tmp_path, CUT))
+    for started in (1, 2):
+        command = [sys.executable, program, str(started)]
+        result = run(command, timeout=60, UNISONO_EVENTS=str(folder))
+        assert result.status == 0, result
+        assert "writes no more events" in result.stderr
+        assert [event["event"] for event in event_log.read(folder)] == ["spare"] * started
+
+
 SESSION = """
 import sys
 import numpy as np
