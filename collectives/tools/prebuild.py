@@ -1,12 +1,13 @@
-"""Compile all functions for all levels of the processor families, for a wheel.
+"""Compile all functions for levels of the processor families, for a wheel.
 
 Usage::
 
     python -m collectives.tools.prebuild [LEVEL ...]
 
-writes an archive for each level into the package (`collectives.kernels.prebuilt`), in about 90 s of
-processor time each. numba compiles for one processor per process, so each level has a process of
-its own. The machine must be x86-64, whose code is translated for ARM64.
+writes an archive for each level into the package (`collectives.kernels.prebuilt`), in about 100 s
+of processor time each, on all cores. `own` is the highest level of this processor; without
+arguments, all levels are compiled. numba compiles for one processor per process, so each process
+has one level. The machine must be x86-64, whose code is translated for ARM64.
 """
 
 from __future__ import annotations
@@ -17,6 +18,7 @@ import os
 import re
 import subprocess
 import sys
+import tempfile
 import zipfile
 from collections.abc import Iterable, Iterator
 from concurrent.futures import ThreadPoolExecutor
@@ -24,7 +26,7 @@ from pathlib import Path
 
 from collectives.kernels import machine_code, prebuilt
 
-__all__ = ["all_names", "build", "main", "target", "write"]
+__all__ = ["all_names", "build", "main", "own_levels", "target", "write"]
 
 # Modules whose functions are compiled to object files; see `machine_code.load`.
 MODULES = (
@@ -49,15 +51,29 @@ def all_names() -> Iterator[tuple[str, ...]]:
 
 
 def build(levels: list[str], folder: Path = prebuilt.FOLDER) -> None:
-    """Write the archives of these levels, one for each core of the machine at a time.
+    """Write the archives of these levels, with a process for each core.
 
     Raises:
         RuntimeError: a level could not be compiled; the text is that of its process.
     """
     folder.mkdir(parents=True, exist_ok=True)
-    with ThreadPoolExecutor(os.cpu_count() or 1) as pool:
-        for _ in pool.map(lambda level: _run(level, folder), levels):
+    # A process has about 400 MB of memory.
+    cores = min(len(os.sched_getaffinity(0)), 16)
+    shares = -(-cores // len(levels))
+    with ThreadPoolExecutor(cores) as pool, tempfile.TemporaryDirectory() as aside:
+        parts = [(level, Path(aside, str(k), f"{level}.zip"), f"{k}/{shares}")
+                 for level in levels for k in range(shares)]  # fmt: skip
+        for _ in pool.map(lambda part: _run(*part), parts):
             pass
+        for level in levels:
+            _merge([path for of, path, _ in parts if of == level], folder / f"{level}.zip")
+
+
+def own_levels() -> list[str]:
+    """Return the highest level of this processor, as a list; empty if no level is known for it."""
+    import llvmlite.binding as llvm
+
+    return prebuilt.levels_of(llvm.get_host_cpu_features())[:1]
 
 
 def target(level: str) -> dict[str, str]:
@@ -67,16 +83,27 @@ def target(level: str) -> dict[str, str]:
     return {"NUMBA_CPU_NAME": processor, "NUMBA_CPU_FEATURES": prebuilt.features_of(processor)}
 
 
-def _run(level: str, folder: Path) -> None:
+def _run(level: str, archive: Path, share: str) -> None:
     path = os.pathsep.join(filter(None, sys.path))
     environment = {**os.environ, **target(level), "PYTHONPATH": path}
-    command = [
-        sys.executable, "-m", "collectives.tools.prebuild",
-        "--write", str(folder / f"{level}.zip"),
-    ]  # fmt: skip
-    result = subprocess.run(command, env=environment, capture_output=True, text=True, check=False)
+    words = ["-m", "collectives.tools.prebuild", "--write", str(archive), "--share", share]
+    result = subprocess.run(
+        [sys.executable, *words], env=environment, capture_output=True, text=True, check=False
+    )
     if result.returncode:
         raise RuntimeError(f"prebuild: {level} was not compiled:\n{result.stderr}")
+
+
+def _merge(parts: Iterable[Path], path: Path) -> None:
+    """Write one archive with the members of several."""
+    aside = path.with_suffix(f".{os.getpid()}")
+    # Not compressed, because a wheel compresses its files, and a start reads faster.
+    with zipfile.ZipFile(aside, "w") as archive:
+        for part in parts:
+            with zipfile.ZipFile(part) as members:
+                for name in members.namelist():
+                    archive.writestr(name, members.read(name))
+    os.replace(aside, path)
 
 
 def write(path: Path, names: Iterable[tuple[str, ...]]) -> None:
@@ -96,13 +123,11 @@ def write(path: Path, names: Iterable[tuple[str, ...]]) -> None:
         numba_compiler.cross_target = numba_compiler.CrossTarget(
             "aarch64-unknown-linux-gnu", "generic", prebuilt.features_of(path.stem), _to_arm64
         )
-    aside = path.with_suffix(f".{os.getpid()}")
-    # Not compressed, because a wheel compresses its files, and a start reads faster.
-    with zipfile.ZipFile(aside, "w") as archive:
+    path.parent.mkdir(exist_ok=True)
+    with zipfile.ZipFile(path, "w") as archive:
         for name in names:
             code = machine_code.Code(name)
             archive.writestr(code.prebuilt, code.compile())
-    os.replace(aside, path)
 
 
 # Level whose code is translated for ARM64: it converts float16 by instructions, as ARM64 does. Its
@@ -135,16 +160,20 @@ def _to_arm64(text: str) -> str:
 def main() -> None:
     """Run the command line."""
     parser = argparse.ArgumentParser(prog="python -m collectives.tools.prebuild")
-    parser.add_argument("levels", nargs="*", metavar="LEVEL", help="by default all")
+    parser.add_argument("levels", nargs="*", metavar="LEVEL", help="or own; by default all")
     parser.add_argument("--into", type=Path, default=prebuilt.FOLDER, metavar="FOLDER",
                         help="folder of the archives; by default that of this package")  # fmt: skip
     parser.add_argument("--write", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--share", default="0/1", help=argparse.SUPPRESS)
     options = parser.parse_args()
     if options.write is not None:
-        write(options.write, all_names())
+        first, step = map(int, options.share.split("/"))
+        write(options.write, list(all_names())[first::step])
         return
     every = [level for known in prebuilt.LEVELS.values() for level in known]
-    build(options.levels or every, options.into)
+    levels = own_levels() if options.levels == ["own"] else options.levels or every
+    if levels:
+        build(levels, options.into)
 
 
 if __name__ == "__main__":

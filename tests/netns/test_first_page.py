@@ -25,7 +25,7 @@ from requirements import require, required
 pytestmark = [pytest.mark.netns, pytest.mark.xdist_group("machines"), pytest.mark.timeout(600)]
 
 SECONDS = 90.0
-INSTALL_SECONDS = 500.0
+INSTALL_SECONDS = 1200.0  # it compiles all loops
 START = ROOT / "docs" / "start.md"
 TUTORIAL = ROOT / "docs" / "tutorials" / "from-one-machine-to-slurm.md"
 HERE = ("git clone", "venv", "pip install", "export ")  # of start.md: by `empty_environment`

@@ -50,13 +50,14 @@ def built(tmp_path_factory) -> Path:
         if (ROOT / name).exists():
             shutil.copy(ROOT / name, place)
     build = (sys.executable, "-m", "build", "--no-isolation", "--outdir", folder / "dist")
-    command(*build, folder / "checkout", cwd=folder)
-    command(*build, "--wheel", folder / "checkout", cwd=folder, UNISONO_WHEEL="x86_64")
+    command(*build, folder / "checkout", cwd=folder, UNISONO_WHEEL="any")
+    for wheel in ("x86_64", "own"):
+        command(*build, "--wheel", folder / "checkout", cwd=folder, UNISONO_WHEEL=wheel)
     return folder / "dist"
 
 
 # End of the name of a wheel.
-PURE, WITH_LOOPS = "any", "manylinux_2_28_x86_64"
+PURE, WITH_LOOPS, OWN = "any", "manylinux_2_28_x86_64", "linux_x86_64"
 
 
 HERE = f"{sys.version_info.major}.{sys.version_info.minor}"
@@ -79,11 +80,14 @@ def test_what_is_built_is_whole_and_passes_the_index_s_checks(built):
     (wheel,) = built.glob(f"*-{PURE}.whl")
     (sdist,) = built.glob("*.tar.gz")
     (compiled,) = built.glob(f"*-{WITH_LOOPS}.whl")
+    (own,) = built.glob(f"*-{OWN}.whl")
     command(sys.executable, "-m", "twine", "check", "--strict", wheel, sdist, compiled, cwd=built)
     names = zipfile.ZipFile(wheel).namelist()
     objects = {f"collectives/kernels/objects/{level}.zip" for level in LEVELS["x86_64"]}
     assert set(zipfile.ZipFile(compiled).namelist()) - set(names) == objects
-    assert [needs_numba(path) for path in (wheel, compiled)] == [True, False]
+    (level,) = set(zipfile.ZipFile(own).namelist()) - set(names)
+    assert level in objects
+    assert [needs_numba(path) for path in (wheel, compiled, own)] == [True, False, True]
     product = {
         str(path.relative_to(ROOT))
         for package in ("collectives", "strategies")
@@ -117,7 +121,7 @@ def needs_numba(wheel: Path) -> bool:
     [
         ("3.10", "numpy==1.26.*", PURE),
         ("3.13", "numpy", WITH_LOOPS),
-        (HERE, "numpy", WITH_LOOPS),
+        (HERE, "numpy", OWN),
     ],
 )
 def test_the_wheel_works_in_an_empty_environment(built, version, numpy, kind, tmp_path):
@@ -149,9 +153,9 @@ def test_the_wheel_works_in_an_empty_environment(built, version, numpy, kind, tm
     for name, text in page.files.items():
         (tmp_path / name).write_text(text)
         command(venv / "bin" / "mpirun", "-np", "2", python, name, cwd=tmp_path, PATH=path, **cache)
-    # Everything was prebuilt: nothing was compiled, and numba is not there to do it.
+    # Everything was prebuilt: nothing was compiled, and numba is not there if the wheel is for all.
     assert (tmp_path / "cache" / "unisono").exists() == (kind == PURE)
-    assert bool(list(venv.rglob("site-packages/numba"))) == (kind == PURE)
+    assert bool(list(venv.rglob("site-packages/numba"))) == (kind != WITH_LOOPS)
     command(python, "-m", "pip", "uninstall", "-qy", "unisono", cwd=tmp_path)
     left = [path for name in ("collectives", "strategies") for path in venv.rglob(name)]
     assert left == []  # nor a folder of compiled files, which could be imported

@@ -182,6 +182,7 @@ def run(command: list[str], folder: Path, venv: Path) -> None:
         "PATH": f"{venv / 'bin'}{os.pathsep}{os.environ['PATH']}",
         "UNISONO_TEST_WORLD": "mpi" if "tests/run.py" in command else "",
         "PIP_DISABLE_PIP_VERSION_CHECK": "1",
+        "UNISONO_WHEEL": "any",
     }
     subprocess.run(command, cwd=ROOT, env={**os.environ, **own}, check=True, timeout=LIMIT)
 
