@@ -41,7 +41,7 @@ from collectives.core.errors import (
 from collectives.core.torch_compile import exclude_packages
 from collectives.core.version import __version__ as __version__
 from collectives.fusion.buckets import Buckets
-from collectives.kernels.compression import BF16, FP16, INT8, NONE, Compression
+from collectives.kernels.compression import BF16, FP16, INT8, NONE, TOPK, Compression
 from collectives.launch.abort_hook import exit_all
 from collectives.launch.open_mpi import is_fault_tolerant
 from collectives.plans.planner import Plan
@@ -68,6 +68,7 @@ __all__ = [
     "NONE",
     "PRODUCT",
     "SUM",
+    "TOPK",
     "Buckets",
     "CollectiveError",
     "CollectiveTimeout",

@@ -41,7 +41,7 @@ from typing import NamedTuple
 
 import numpy as np
 
-from collectives.algorithms import ring
+from collectives.algorithms import ring, top_k
 from collectives.algorithms.hierarchical import Levels
 from collectives.algorithms.pairwise import IN_FLIGHT
 from collectives.arrays.host_arrays import Array
@@ -78,6 +78,11 @@ def allreduce(
         contribution: shape (n,), dtype of `buffer`, contiguous, not changed; None for `buffer`.
         divisor: divides every contribution before it is rounded, so that MEAN needs no extra pass.
     """
+    if codec.fraction is not None:
+        top_k.allreduce(
+            transport, buffer, deadline, codec=codec, contribution=contribution, divisor=divisor
+        )
+        return
     # Not packed yet: `_allreduce` packs each slice in its turn.
     packed, pack = codec.packing(buffer if contribution is None else contribution, divisor)
     _allreduce(transport, packed, op, deadline, codec=codec, pack=pack)

@@ -1,4 +1,4 @@
-"""Compression of floats to 16 or 8 bits on the wire, with error feedback.
+"""Compression of floats to 16 or 8 bits or their largest, with error feedback.
 
 Compression permits rounding: float32 and float64 arrays are sent as float16 (`FP16`), bfloat16
     (`BF16`), or blocks of 64 8-bit numbers with a scale (`INT8`); other dtypes are sent unchanged.
@@ -24,6 +24,10 @@ of several ranks unless you name another algorithm: in shared memory fewer bits 
 With feedback, the error of every rounding is kept and added to the next array of the same name, so
 that errors do not accumulate over the steps.
 
+`TOPK(fraction)` sends only the largest elements of each contribution, as float32 with an index, and
+counts the others as zeros, which feedback adds to the next array. It adds: SUM and MEAN of float32
+and float64.
+
 Source: H. Tang, C. Yu, X. Lian, T. Zhang, J. Liu, "DoubleSqueeze: parallel stochastic gradient
 descent with double-pass error-compensated compression", ICML 2019, algorithm 1.
 """
@@ -40,10 +44,10 @@ import numpy as np
 
 from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
-from collectives.kernels import half_loops, int8
+from collectives.kernels import half_loops, int8, top_k
 
 __all__ = [
-    "BF16", "FP16", "INT8", "NONE", "Codec", "Compression", "Residuals", "Where", "resolve",
+    "BF16", "FP16", "INT8", "NONE", "TOPK", "Codec", "Compression", "Residuals", "Where", "resolve",
     "kernels_for", "elements_per_item",
 ]  # fmt: skip
 
@@ -136,14 +140,16 @@ class Codec:
     """Packing of the array of one call, as a `Compression` has decided it.
 
     Attributes:
-        dtype: packed dtype: float16, bfloat16 or blocks of 8 bits.
+        dtype: packed dtype: float16, bfloat16, blocks of 8 bits or entries of top-k.
         name: name of the array, for its residuals.
         residuals: kept rounding errors; None without feedback.
+        fraction: fraction of the elements that are sent; None for all.
     """
 
     dtype: np.dtype[Any]
     name: str = ""
     residuals: Residuals | None = None
+    fraction: float | None = None
 
     def acquire(self, count: int, dtype: np.dtype[Any]) -> None:
         """Reject an array other than the named one; see `Residuals.acquire`."""
@@ -170,7 +176,7 @@ class Codec:
         each, narrow = elements_per_item(self.dtype), kernels_for(self.dtype).narrow
         # Rounded up: the last block may be partly filled.
         packed = np.empty(-(-source.size // each), self.dtype)
-        residual = self._residual("contribution", source.size, source.dtype)
+        residual = self.contribution_residual(source.size, source.dtype)
 
         def pack(start: int, stop: int) -> None:
             # The last part may end inside a block.
@@ -183,6 +189,10 @@ class Codec:
     def unpack(self, packed: Array, out: Array) -> None:
         """Fill `out`, shape (n,), float32 or float64, with a packed array."""
         kernels_for(self.dtype).widen(packed, out)
+
+    def contribution_residual(self, count: int, dtype: np.dtype[Any]) -> Array | None:
+        """Return the residual of this rank's contributions of `count` elements."""
+        return self._residual("contribution", count, dtype)
 
     def result_residual(self, count: int, rank: int, size: int) -> Array | None:
         """Return the residual of `count` sums, which this rank rounds for all ranks."""
@@ -199,12 +209,13 @@ class Codec:
 
 @dataclass(frozen=True)
 class Compression:
-    """How floats are sent: `NONE`, `FP16`, `BF16`, `INT8`, or a result of their methods.
+    """How floats are sent: `NONE`, `FP16`, `BF16`, `INT8`, `TOPK(...)`, or their methods' result.
 
     Attributes:
         dtype: packed dtype of float32 and float64 arrays; None to send them unchanged.
         where: "everywhere", or "network" to round only messages between nodes.
         residuals: kept rounding errors; None without feedback.
+        fraction: fraction of the elements that are sent; None for all.
 
     Example:
         >>> FP16.on("network")
@@ -216,18 +227,21 @@ class Compression:
     dtype: np.dtype[Any] | None
     where: Where = "everywhere"
     residuals: Residuals | None = None
+    fraction: float | None = None
 
     def __repr__(self) -> str:
         """Return the expression that creates this compression."""
         where = "" if self.where == "everywhere" else f".on({self.where!r})"
         feedback = "" if self.residuals is None else ".with_feedback()"
-        return f"{_spelling(self.dtype)[0]}{where}{feedback}"
+        fraction = "" if self.fraction is None else f"({self.fraction})"
+        return f"{_spelling(self.dtype)[0]}{fraction}{where}{feedback}"
 
     def __str__(self) -> str:
         """Return the words that ranks compare."""
         where = "" if self.where == "everywhere" else f" on {self.where}"
         feedback = "" if self.residuals is None else " with feedback"
-        return f"{_spelling(self.dtype)[1]}{where}{feedback}"
+        fraction = "" if self.fraction is None else f" {self.fraction}"
+        return f"{_spelling(self.dtype)[1]}{fraction}{where}{feedback}"
 
     def on(self, where: Where) -> Compression:
         """Return this compression for "everywhere", or only for the "network" between nodes.
@@ -271,8 +285,9 @@ class Compression:
             the codec, or None to send the array unchanged.
 
         Raises:
-            ValueError: feedback without a name, or with an op that does not add. Also raised if the
-                array is sent unchanged, so that a test on one node finds the mistake.
+            ValueError: feedback without a name; feedback or top-k with an op that does not add;
+                top-k of another dtype. Also raised if the array is sent unchanged, so that a test
+                on one node finds the mistake.
         """
         # Sums and means add errors; a maximum of errors has no meaning.
         if self.residuals is not None and op not in (SUM, MEAN):
@@ -285,9 +300,14 @@ class Compression:
             )
         # "network" compresses only where messages leave the node.
         here = self.where == "everywhere" or network
+        if self.fraction is not None and (op not in (SUM, MEAN) or dtype not in _COMPRESSIBLE):
+            raise ValueError(
+                f"compression: top-k adds floats, expected SUM or MEAN of float32 or float64, "
+                f"got {op.value} of {dtype}"
+            )
         if self.dtype is None or dtype not in _COMPRESSIBLE or not here:
             return None
-        return Codec(self.dtype, name or "", self.residuals)
+        return Codec(self.dtype, name or "", self.residuals, self.fraction)
 
 
 NONE = Compression(None)
@@ -299,7 +319,30 @@ _NAMES = {
     FP16.dtype: ("FP16", "float16"),
     BF16.dtype: ("BF16", "bfloat16"),
     INT8.dtype: ("INT8", "int8"),
+    top_k.ENTRY: ("TOPK", "top-k"),
 }
+
+
+def TOPK(fraction: float) -> Compression:  # noqa: N802  # named as the other compressions
+    """Return a compression that sends only the largest elements of each array.
+
+    Use it with feedback, which sends the other elements in later calls. Ranks get the same bits.
+
+    Args:
+        fraction: fraction of the elements, rounded up, > 0 and <= 1.
+
+    Raises:
+        ValueError: the fraction is out of range.
+
+    Cost: 8 (P - 1) bytes per rank for each element that is sent.
+
+    Example:
+        >>> TOPK(0.01).with_feedback()
+        TOPK(0.01).with_feedback()
+    """
+    if not 0 < fraction <= 1:
+        raise ValueError(f"compression: expected a fraction > 0 and <= 1, got {fraction}")
+    return Compression(top_k.ENTRY, fraction=float(fraction))
 
 
 def _spelling(dtype: np.dtype[Any] | None) -> tuple[str, str]:
@@ -317,7 +360,7 @@ def resolve(given: Compression | None, operation: str) -> Compression:
         return NONE
     if not isinstance(given, Compression):
         raise TypeError(
-            f"{operation}: not a compression, expected NONE, FP16, BF16, INT8 or what their "
-            f"methods return, got {given!r}"
+            f"{operation}: not a compression, expected NONE, FP16, BF16, INT8, TOPK(...) or "
+            f"what their methods return, got {given!r}"
         )
     return given

@@ -88,7 +88,7 @@ def allreduce(
         compression: `FP16`, `BF16` or `INT8` send float32 and float64 arrays as 16 or 8 bits in all
             messages. Each element is rounded once, summed in float32, and the result is rounded
             once, for any number of ranks. `on("network")` compresses only messages between nodes.
-            None is `NONE`.
+            `TOPK(fraction)` sends the largest elements only, of SUM and MEAN. None is `NONE`.
         name: name of the array, for compression with feedback.
         prescale: factor of every rank's array before the reduction; not for integers. Equal on all
             ranks. 16-bit floats are scaled as 32-bit floats and rounded once, at the end.
@@ -145,7 +145,8 @@ def allreduce(
         array = loan.host if isinstance(loan, HostArgument) else loan
         way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
         codec = None
-        if way is None or way.dtype == array.dtype:
+        # Top-k rejects what it cannot add; the others send it unchanged.
+        if way is None or way.dtype == array.dtype or compression.fraction is not None:
             codec = compression.codec(array.dtype, op, network=group.num_nodes > 1, name=name)
         if codec is not None:
             # Before the comparison, so that the name of another array is a refusal.

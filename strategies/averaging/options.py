@@ -81,7 +81,7 @@ class AveragingOptions:
         if not isinstance(self.compression, cc.Compression):
             kind = type(self.compression).__name__
             raise TypeError(
-                f"{OPERATION}: expected NONE, FP16, BF16 or INT8 as compression, got {kind}"
+                f"{OPERATION}: expected NONE, FP16, BF16, INT8 or TOPK as compression, got {kind}"
             )
         choice(OPERATION, "compare", self.compare, Compare)
         if self.overlap not in (True, False, "auto"):

@@ -19,8 +19,9 @@ class CommunicationOptions:
     Attributes:
         bytes_per_pack: arrays are packed into buffers of slightly more than this size; 0 for a
             single buffer.
-        compression: `cc.FP16`, `cc.BF16` or `cc.INT8` for gradients, and for `all_reduce` in a
-            replica. `strategy.reduce`, `gather` and variables are never rounded. None is `cc.NONE`.
+        compression: `cc.FP16`, `cc.BF16`, `cc.INT8` or `cc.TOPK(...)` for gradients, and for
+            `all_reduce` in a replica. `strategy.reduce`, `gather` and variables are never rounded.
+            None is `cc.NONE`.
         timeout: seconds that ranks wait for each other, at synchronization points of replicas and
             at the end of `run`, before `cc.CollectiveTimeout`; None for the setting.
         algorithm: algorithm of the all-reduce; arrays are not packed unless it is "auto".

@@ -334,7 +334,7 @@ WRONG = {
         {"gradient_predivide_factor": 2.0, "op": cc.SUM}, ValueError, "for MEAN, got SUM",
     ),
     "op": ({"op": cc.MAX}, ValueError, "expected MEAN or SUM"),
-    "compression": ({"compression": "fp16"}, TypeError, "NONE, FP16, BF16 or INT8 .*, got str"),
+    "compression": ({"compression": "fp16"}, TypeError, "BF16, INT8 or TOPK .*, got str"),
     "clip": ({"clip_global_norm": 0.0}, ValueError, "clip_global_norm > 0, got 0.0"),
     "names": ({"named_parameters": []}, ValueError, "are for optimizers of PyTorch, got SGD"),
     "sync_every": ({"sync_every": 0}, ValueError, "sync_every, expected an integer >= 1, got 0"),
