@@ -72,6 +72,7 @@ GOALS = [
     Goal("2 machines, 16 MiB: ring, of the line rate", 0, "ring", "line", 0.9),
     Goal("2 machines, 16 MiB: float16 on the line", 0, "ring, float16", "ring", 1.8),
     Goal("2 machines, 16 MiB: int8 with feedback on the line", 0, "ring, int8", "ring", 3.4),
+    Goal("2 machines, 16 MiB: top-k 1 % with feedback", 0, "ring, top-k", "ring", 10),
     # Of the ring's 7/6 of the bytes; see above.
     Goal(f"{ALL_MACHINES}slot: against a flat ring", 1, "hierarchical, shared", "ring", 1.0),
     Goal(f"{ALL_MACHINES}slot: against MPI", 1, "hierarchical", "MPI, default", 1.5),
@@ -228,6 +229,7 @@ def rank_main(job: str, nbytes: int, repetitions: int) -> int:
     rows = rows_of(comm, job)
     private = np.empty(nbytes // 4, np.float32)
     shared = comm.shared_empty(nbytes // 4, np.float32)
+    noise = np.random.default_rng(comm.rank).standard_normal(nbytes // 4, np.float32)
     times: dict[str, list[float]] = {name: [] for name in rows}
     spent = 0.0  # as the slowest rank measures, so that all ranks stop together
     for repetition in range(repetitions + 1):  # the first connects the ranks, and is not counted
@@ -235,12 +237,13 @@ def rank_main(job: str, nbytes: int, repetitions: int) -> int:
             break
         for name, run in rows.items():
             buffer = shared if name.endswith("shared") else private
-            buffer[...] = 1
+            # Ones would all be candidates of top-k.
+            buffer[...] = noise if "top-k" in name else 1
             comm.barrier()
             began = time.perf_counter()
             run(buffer)
             took = time.perf_counter() - began
-            if name != FLOOR:  # which adds nothing
+            if name != FLOOR and "top-k" not in name:  # these do not return the sum
                 error = np.abs(buffer / comm.size - 1).max()
                 assert error <= (0.02 if "int8" in name else 0), name
             slowest = float(comm.allreduce(took, op=cc.MAX))
@@ -277,6 +280,7 @@ def rows_of(comm, job: str):
         "ring": call(algorithm="ring"),
         "ring, float16": call(algorithm="ring", compression=cc.FP16),
         "ring, int8": call(algorithm="ring", compression=cc.INT8.with_feedback(), name="x"),
+        "ring, top-k": call(algorithm="ring", compression=cc.TOPK(0.01).with_feedback(), name="z"),
         "halving": call(algorithm="halving"),
     }
     rows[FLOOR] = messages_alone(comm)

@@ -61,6 +61,7 @@ def allreduce(
     with reduction.ignore_float_errors():
         for chosen in gathered.reshape(transport.size, own.size):
             # An index occurs once per rank, so the indexed sum misses no entry.
-            buffer[chosen["index"]] += chosen["value"]
-    # Each rank adds alone: all must get the same NaN.
-    device.canonical_nans(buffer)
+            buffer[chosen["index"].astype(np.intp)] += chosen["value"]
+    # Each rank adds alone: all must get the same NaN. Finite numbers make none.
+    if not np.isfinite(gathered["value"]).all():
+        device.canonical_nans(buffer)
