@@ -67,14 +67,15 @@ def allreduce(
     contribution: Array | None = None,
     divisor: int = 1,
 ) -> None:
-    """Fill `buffer` with the reduction of all ranks' contributions, sent as 16 or 8 bits.
+    """Fill `buffer` with the reduction of all contributions, in 16 or 8 bits or by top-k.
 
     Args:
         transport: the ranks.
         buffer: shape (n,), float32 or float64, contiguous; the same n on all ranks.
-        op: the reduction; MEAN sums, because the caller or `divisor` divides.
+        op: the reduction, SUM or MEAN for top-k; MEAN sums, because the caller or `divisor`
+            divides.
         deadline: limit of every wait.
-        codec: rounding, with or without error feedback.
+        codec: rounding or top-k, with or without error feedback.
         contribution: shape (n,), dtype of `buffer`, contiguous, not changed; None for `buffer`.
         divisor: divides every contribution before it is rounded, so that MEAN needs no extra pass.
     """
@@ -136,12 +137,12 @@ def _allreduce(
 
 
 def between_nodes(levels: Levels, codec: Codec) -> Levels:
-    """Return levels whose network stage sends 16 or 8 bits.
+    """Return levels whose network stage sends 16 or 8 bits, or the largest elements.
 
     Args:
         levels: levels of `hierarchical`.
-        codec: rounding of the nodes' sums, with or without error feedback. Residuals of a rank's
-            chunk are kept apart from those of calls that pack the whole array.
+        codec: rounding or top-k of the nodes' sums, with or without error feedback. Residuals of a
+            rank's chunk are kept apart from those of calls that pack the whole array.
     """
     # The residual of a chunk has another length than one of the whole array.
     of_chunk = dataclasses.replace(codec, name=f"{codec.name}, between nodes")

@@ -152,7 +152,16 @@ class Codec:
     fraction: float | None = None
 
     def acquire(self, count: int, dtype: np.dtype[Any]) -> None:
-        """Reject an array other than the named one; see `Residuals.acquire`."""
+        """Reject an array other than the named one, or with more elements than top-k can index.
+
+        Raises:
+            ValueError: see `Residuals.acquire`, or the array is too long; on all ranks.
+        """
+        if self.fraction is not None and count > top_k.MOST:
+            raise ValueError(
+                f"compression: top-k has 32-bit indices, expected at most {top_k.MOST} elements, "
+                f"got {count}; split the array, or use FP16, BF16 or INT8"
+            )
         if self.residuals is not None:
             self.residuals.acquire(self.name, count, dtype)
 
@@ -260,8 +269,9 @@ class Compression:
         """Return this compression with new residuals, all zero.
 
         Keep the result for the whole training, and name every array: a call adds the errors of
-        earlier calls with the same name. Every rank keeps an array of the size of the named one,
-        and a P-th of that in float32 for the results.
+        earlier calls with the same name. The error of top-k is all that was not sent. Every rank
+        keeps an array of the size of the named one, and, except for top-k, a P-th of that in
+        float32 for the results.
 
         Raises:
             ValueError: this is `NONE`, which rounds nothing.
@@ -303,7 +313,8 @@ class Compression:
         if self.fraction is not None and (op not in (SUM, MEAN) or dtype not in _COMPRESSIBLE):
             raise ValueError(
                 f"compression: top-k adds floats, expected SUM or MEAN of float32 or float64, "
-                f"got {op.value} of {dtype}"
+                f"got {op.value} of {dtype}; use NONE, or FP16, BF16 or INT8, which send other "
+                "dtypes unchanged"
             )
         if self.dtype is None or dtype not in _COMPRESSIBLE or not here:
             return None

@@ -87,8 +87,9 @@ def allreduce(
             "hierarchical" or "native"; "nccl" for arrays on CUDA devices.
         compression: `FP16`, `BF16` or `INT8` send float32 and float64 arrays as 16 or 8 bits in all
             messages. Each element is rounded once, summed in float32, and the result is rounded
-            once, for any number of ranks. `on("network")` compresses only messages between nodes.
-            `TOPK(fraction)` sends the largest elements only, of SUM and MEAN. None is `NONE`.
+            once, for any number of ranks. `TOPK(fraction)` sends the largest elements of each
+            contribution and counts the others as zeros; for SUM and MEAN of float32 and float64.
+            `on("network")` compresses only messages between nodes. None is `NONE`.
         name: name of the array, for compression with feedback.
         prescale: factor of every rank's array before the reduction; not for integers. Equal on all
             ranks. 16-bit floats are scaled as 32-bit floats and rounded once, at the end.

@@ -14,7 +14,7 @@ from collectives.arrays import reduction
 from collectives.communicator import group_of
 from collectives.core import topology
 from collectives.kernels import compression
-from collectives.kernels.compression import BF16, FP16, INT8, NONE
+from collectives.kernels.compression import BF16, FP16, INT8, NONE, TOPK
 from collectives.kernels.int8 import BLOCK
 from collectives.transport.transport import Deadline
 
@@ -50,6 +50,7 @@ def test_on_the_network_means_not_within_a_node():
 
 def test_ranks_tell_compressions_apart_by_their_words():
     words = [NONE, FP16, BF16, INT8, BF16.on("network"), FP16.on("network").with_feedback()]
+    words += [TOPK(0.01), TOPK(0.05).on("network").with_feedback()]
     assert [str(scheme) for scheme in words] == [
         "none",
         "float16",
@@ -57,8 +58,10 @@ def test_ranks_tell_compressions_apart_by_their_words():
         "int8",
         "bfloat16 on network",
         "float16 on network with feedback",
+        "top-k 0.01",
+        "top-k 0.05 on network with feedback",
     ]
-    assert len({*words, FP16.with_feedback(), FP16.with_feedback()}) == 8
+    assert len({*words, FP16.with_feedback(), FP16.with_feedback()}) == 10
 
 
 def test_a_compression_is_shown_as_it_is_written():
@@ -68,7 +71,10 @@ def test_a_compression_is_shown_as_it_is_written():
     assert repr(BF16.on("network")) == "BF16.on('network')"
     assert repr(feedback.on("network")) == "FP16.on('network').with_feedback()"
     assert repr(feedback.on("network").on("everywhere")) == repr(feedback)
-    for scheme in (NONE, FP16, BF16, INT8, NONE.on("network"), BF16.on("network")):
+    assert repr(TOPK(0.01).on("network").with_feedback()) == (
+        "TOPK(0.01).on('network').with_feedback()"
+    )
+    for scheme in (NONE, FP16, BF16, INT8, TOPK(0.01), NONE.on("network"), BF16.on("network")):
         assert eval(repr(scheme)) == scheme
 
 
@@ -192,7 +198,9 @@ def test_elements_are_summed_in_rank_order_wherever_they_stand(size):
         np.testing.assert_array_equal(result, expected.astype(HALVES[1]))
 
 
-@pytest.mark.parametrize(("scheme", "share"), [(FP16, 1 / 2), (INT8, 66 / 256)], ids=str)
+@pytest.mark.parametrize(
+    ("scheme", "share"), [(FP16, 1 / 2), (INT8, 66 / 256), (TOPK(0.01), None)], ids=str
+)
 @pytest.mark.parametrize("size", [2, 3, 4])
 def test_a_share_of_the_bytes_of_a_ring_is_sent(monkeypatch, size, scheme, share):
     count = 64 * 1200
@@ -210,7 +218,10 @@ def test_a_share_of_the_bytes_of_a_ring_is_sent(monkeypatch, size, scheme, share
         compressed.allreduce(transport, buffer, cc.SUM, deadline(), codec=codec(scheme))
 
     run(size, allreduce)
-    assert sent == [share * 2 * (size - 1) * 4 * count // size] * size
+    if share is None:  # an index and a value of each of the largest, to all others
+        assert sent == [8 * (size - 1) * count // 100] * size
+    else:
+        assert sent == [share * 2 * (size - 1) * 4 * count // size] * size
 
 
 def test_many_ranks_need_no_more_scratch_than_few(monkeypatch):
