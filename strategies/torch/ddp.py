@@ -17,7 +17,8 @@ class DdpOptions(NamedTuple):
 
     Attributes:
         group: process group that averages; None for the default group.
-        compression: compression of gradients in messages, such as `cc.FP16.on("network")`.
+        compression: compression of gradients in messages, such as `cc.FP16.on("network")`;
+            without feedback, because buckets have no names.
     """
 
     group: Any = None
@@ -41,12 +42,19 @@ def ddp_hook(
 
     Raises:
         TypeError: the process group does not use this backend.
+        ValueError: the compression has feedback.
     """
     # `register_comm_hook(None, ...)` passes None as the state.
     options = state or DdpOptions()
     group = options.group or distributed.group.WORLD
     if not isinstance(group, UnisonoGroup):
         raise TypeError(f"ddp_hook: expected a group of the backend unisono, got {group!r}")
+    if options.compression.residuals is not None:
+        raise ValueError(
+            "ddp_hook: DDP's buckets change after the first step and have no residuals, expected "
+            "a compression without feedback, or `strategies.DistributedOptimizer` instead of DDP, "
+            f"got {options.compression}"
+        )
     tensor = bucket.buffer()
     work = group.average(tensor, options.compression)
     # DDP expects a future of one tensor; a `Work` has a list.

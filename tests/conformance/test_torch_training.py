@@ -183,6 +183,19 @@ def test_ddp_does_what_else_it_offers(torch_ranks):
             loss_of(uneven, *batch_of(rank, step)).backward()
 
 
+def test_a_hook_with_feedback_is_refused_before_any_message(torch_ranks):
+    rank, _ = torch_ranks
+    for compression in (cc.TOPK(0.1).with_feedback(), cc.INT8.with_feedback()):
+        model = DDP(network())
+        model.register_comm_hook(ours.DdpOptions(compression=compression), ours.ddp_hook)
+        with pytest.raises(ValueError, match="without feedback, or .*DistributedOptimizer"):
+            loss_of(model, *batch_of(rank, 0)).backward()
+    model = DDP(network())
+    model.register_comm_hook(ours.DdpOptions(compression=cc.TOPK(0.1)), ours.ddp_hook)
+    train(model, rank, 2, torch.optim.SGD(model.parameters(), 0.1))
+    assert_alike(model)
+
+
 def works_of_process():
     # `isinstance` would dereference weak proxies, whose objects may be gone.
     return [x for x in gc.get_objects() if issubclass(type(x), dist.Work)]
