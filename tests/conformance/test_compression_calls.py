@@ -81,7 +81,7 @@ def test_feedback_makes_up_for_the_roundings(comm):
         np.testing.assert_allclose(total, 100 * exact, rtol=0, atol=4 * comm.size * eps)
 
 
-@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16, cc.INT8], ids=str)
+@pytest.mark.parametrize("compression", [cc.FP16, cc.BF16, cc.INT8, cc.TOPK(0.1)], ids=str)
 def test_on_the_network_nothing_is_rounded_where_there_is_one_node(comm, compression):
     x = oracle.data(comm.rank, (70_001,), np.dtype(np.float32))
     plain = comm.allreduce(x, op=cc.SUM, algorithm="ring")

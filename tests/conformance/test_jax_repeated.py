@@ -51,6 +51,7 @@ def repeated(call):
 CALLS = {
     "allreduce": lambda x, comm: sj.allreduce(x, comm=comm) + 1,
     "allreduce, maximum": lambda x, comm: sj.allreduce(x + comm.rank, op=cc.MAX, comm=comm),
+    "allreduce, top-k": lambda x, comm: sj.allreduce(x, compression=cc.TOPK(1), comm=comm) + 1,
     "allreduce, 16 bits": lambda x, comm: sj.allreduce(x, compression=cc.FP16, comm=comm) + 1,
     "broadcast": lambda x, comm: sj.broadcast(x + comm.rank, comm.size - 1, comm=comm),
 }

@@ -103,7 +103,8 @@ def test_all_ranks_have_the_same_bits_after_a_round(comm, front):
 
 COMPRESSIONS = {
     "none": cc.NONE, "16": cc.FP16, "16 with feedback": cc.FP16.with_feedback, "8": cc.INT8,
-    "8 with feedback": cc.INT8.with_feedback,
+    "8 with feedback": cc.INT8.with_feedback, "top-k": cc.TOPK(0.3),
+    "top-k with feedback": cc.TOPK(0.3).with_feedback,
 }  # fmt: skip
 
 

@@ -273,6 +273,8 @@ def test_rows_and_values_travel_as_16_bits(strategy, server):
         ({"compression": cc.FP16.on("network")}, "rounded everywhere or not at all"),
         ({"value_compression": cc.FP16.on("network")}, "rounded everywhere or not at all"),
         ({"value_compression": cc.FP16.with_feedback()}, "feedback is for gradients"),
+        ({"compression": cc.TOPK(0.1)}, "expected one of none float16 bfloat16, got top-k 0.1"),
+        ({"value_compression": cc.TOPK(0.1)}, "expected one of none .*, got top-k 0.1"),
     ],
 )
 def test_compression_of_no_use_is_an_error_on_all(comm, options, message):

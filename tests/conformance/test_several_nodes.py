@@ -285,6 +285,23 @@ def test_a_name_that_stands_for_another_array_is_refused_on_all_ranks(comm):
 
 
 @everywhere
+@pytest.mark.parametrize("scheme", [cc.TOPK(0.25), cc.TOPK(0.25).on("network")], ids=str)
+def test_between_nodes_an_element_waits_until_it_is_among_the_largest(comm, scheme):
+    compression = scheme.with_feedback()
+    total, sent = np.zeros(20_001), 0
+    for step in range(8):
+        x = np.full(total.size, 1 + comm.rank, np.float32)
+        result = comm.allreduce(x, op=cc.SUM, compression=compression, name="x")
+        assert_equal_everywhere(comm, result)
+        total += result
+        waiting = (step + 1) * sum(range(1, comm.size + 1)) - total
+        # Equal elements of each rank's chunk take turns.
+        assert 0 <= waiting.min() <= waiting.max() <= 3 * sum(range(1, comm.size + 1))
+        sent += np.count_nonzero(result)
+    assert sent <= 8 * (total.size / 4 + comm.size)
+
+
+@everywhere
 def test_between_nodes_8_bits_with_feedback_lose_nothing_over_the_steps(comm):
     compression = cc.INT8.with_feedback()
     arrays = [a.astype(np.float64) for a in everyones(comm, 20_001)]
