@@ -17,6 +17,7 @@ EXAMPLES = ROOT / "examples"
 
 # Program -> options that keep it short.
 SHORT = {
+    "compare_compression": "--epochs 1 --hidden 64",
     "cross_validation": "",
     "eight_bit_weights": "--hidden 256",
     "elastic_digits": "--epochs 2",

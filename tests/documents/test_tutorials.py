@@ -25,6 +25,7 @@ PAGES = {
     "how-to/my-launcher.md": 1,
     "how-to/simulations.md": 2,
     "how-to/sixteen-bits.md": 1,
+    "how-to/slow-networks.md": 1,
     "how-to/tests.md": 0,
     "tutorials/a-parameter-server.md": 1,
     "tutorials/files-and-queues.md": 2,
