@@ -40,6 +40,7 @@ WAYS = {
     "every step": lambda: {},
     "every step, 16 bits": lambda: {"compression": cc.FP16},
     "every step, 8 bits": lambda: {"compression": cc.INT8.with_feedback()},
+    "every step, top-k 1 %": lambda: {"compression": cc.TOPK(0.01).with_feedback()},
     "local, k = 4": lambda: {"sync_every": 4},
     "local, k = 16": lambda: {"sync_every": 16},
     "post-local, 1 then 16": lambda: {"sync_every": lambda step: 1 if step < 100 else 16},
