@@ -17,7 +17,7 @@ import os
 import time
 from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
-from typing import Any, NamedTuple
+from typing import Any
 
 import numpy as np
 import numpy.typing as npt
@@ -27,6 +27,7 @@ from strategies.checkpoint import manifest, shards, transaction
 from strategies.checkpoint.boxes import Box, Slice, inside, whole
 from strategies.checkpoint.checkpoint_listing import best, latest, list_steps, name_of, select
 from strategies.checkpoint.manifest import Manifest, SliceEntry, TensorEntry
+from strategies.checkpoint.remote_state import RemoteState, RemoteTensor, Written
 from strategies.checkpoint.retention import RetentionPolicy
 from strategies.checkpoint.shards import NamedSlice, Target, Targets
 from strategies.checkpoint.storage import Location, explained, resolve
@@ -190,15 +191,24 @@ class PreparedCheckpoint:
 
     Attributes:
         slices: name -> this rank's part of the tensor.
+        remote: name -> tensor that other tasks write.
         step: the argument of `prepare`, as are the other fields.
     """
 
     slices: dict[str, Slice]
+    remote: dict[str, RemoteTensor]
     step: int
     metadata: dict[str, Any]
     rules: RetentionPolicy
     world_size: int
     metric: float | None
+
+    def remote_names(self) -> dict[RemoteState, dict[str, str]]:
+        """Return for each remote state: name in the state -> name in the checkpoint."""
+        found: dict[RemoteState, dict[str, str]] = {}
+        for name, tensor in self.remote.items():
+            found.setdefault(tensor.state, {})[tensor.name] = name
+        return found
 
     def held(self) -> dict[str, HeldPart]:
         """Return this rank's parts, for `write_plan.assign_writers`."""
@@ -208,24 +218,8 @@ class PreparedCheckpoint:
         }
 
 
-class Written(NamedTuple):
-    """A written file of a checkpoint.
-
-    Attributes:
-        file: its name.
-        nbytes: its length.
-        shapes: tensor name -> dtype and shape of the whole tensor.
-        slices: tensor name and manifest entry of each slice.
-    """
-
-    file: str
-    nbytes: int
-    shapes: dict[str, tuple[str, tuple[int, ...]]]
-    slices: list[tuple[str, SliceEntry]]
-
-
 def prepare(
-    tensors: Mapping[str, npt.ArrayLike | Slice],
+    tensors: Mapping[str, npt.ArrayLike | Slice | RemoteTensor],
     *,
     step: int,
     metadata: Mapping[str, Any] | None,
@@ -249,12 +243,15 @@ def prepare(
                 f"got {value!r}"
             )
     # The arrays are checked before any rank creates a file: a bad dtype leaves nothing behind.
-    slices = shards.as_slices(tensors)
+    remote = {name: x for name, x in tensors.items() if isinstance(x, RemoteTensor)}
+    slices = shards.as_slices(
+        {name: x for name, x in tensors.items() if not isinstance(x, RemoteTensor)}
+    )
     if metric is not None:
         metric = _metric(metric)
     # A copy, because the caller may change its metadata while a thread writes the checkpoint.
     copied = manifest.json_copy(metadata)
-    return PreparedCheckpoint(slices, int(step), copied, rules, world_size, metric)
+    return PreparedCheckpoint(slices, remote, int(step), copied, rules, world_size, metric)
 
 
 def _metric(given: Any) -> float | None:
@@ -361,12 +358,22 @@ def write_alone(
     given: list[NamedSlice],
     rest: Callable[[], object] | None = None,
 ) -> Location:
-    """Write a checkpoint as one file; the caller holds the directory's lock."""
+    """Write this process's tensors as one file, and let other tasks write the remote ones.
+
+    The caller holds the directory's lock.
+    """
 
     def write(begun: CheckpointTransaction) -> list[Written]:
-        return [write_shard(begun.part, begun.suffix, 0, given, rest=rest)]
+        files = [write_shard(begun.part, begun.suffix, 0, given, rest=rest)]
+        for state, names in draft.remote_names().items():
+            files += state.write(names, begun.part, begun.suffix, gently=rest is not None)
+        return files
 
-    return commit(transaction.begin(root, draft.step), draft, write)
+    try:
+        return commit(transaction.begin(root, draft.step), draft, write)
+    finally:
+        for state in draft.remote_names():
+            state.close()
 
 
 def _plan(
@@ -374,7 +381,7 @@ def _plan(
 ) -> Manifest:
     """Return the manifest."""
     # Start with this rank's names, so that the manifest has the order that the user passed.
-    slices: dict[str, list[SliceEntry]] = {name: [] for name in draft.slices}
+    slices: dict[str, list[SliceEntry]] = {name: [] for name in (*draft.slices, *draft.remote)}
     shapes: dict[str, tuple[str, tuple[int, ...]]] = {}
     for one in written:
         # `assign_writers` has checked that ranks agree on dtype and shape, so any rank's facts do.

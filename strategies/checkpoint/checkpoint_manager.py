@@ -27,6 +27,7 @@ from strategies.checkpoint.checkpoint import PreparedCheckpoint
 from strategies.checkpoint.checkpoint_listing import name_of
 from strategies.checkpoint.manifest import Manifest
 from strategies.checkpoint.read_plan import Wanted
+from strategies.checkpoint.remote_state import RemoteTensor
 from strategies.checkpoint.retention import Best, RetentionPolicy
 from strategies.checkpoint.shards import NamedSlice
 from strategies.checkpoint.storage import Location, StorageUrl, resolve
@@ -53,6 +54,10 @@ class CheckpointManager:
     `save` until `close`, so that a second job fails with a clear error instead of adding its
     checkpoints. URLs have no lock: `save` raises if another job has written in the meantime.
 
+    With `sharded` and without `comm`, this process saves alone, but tasks that hold parts of an
+    object of `Saver`, such as the variables of a `ParameterServerStrategy`, write these parts. They
+    also need access to the directory.
+
     With `background`, `save` returns when the writing ranks have copied their arrays; threads write
     the copies. At most one checkpoint is in progress. The next collective call waits for it and
     raises its error on all ranks.
@@ -68,7 +73,7 @@ class CheckpointManager:
         keep_every_n_hours: also keep the first of the older ones, and then one per this many hours.
         best: "min" or "max": also keep the checkpoint with the lowest or highest metric.
         background: whether to write in the background. The copies stay allocated for the next save.
-        sharded: whether each rank writes its part.
+        sharded: whether each rank, or each task that holds a part, writes its part.
 
     Raises:
         ValueError: `keep_every_n_hours` is not above 0, or `best` is unknown.
@@ -96,6 +101,7 @@ class CheckpointManager:
         self._lock: DirectoryLock | None = None
         # One rank alone writes the whole tensors, and needs no messages.
         self._sharded = sharded and comm is not None and comm.size > 1
+        self._asks_tasks = sharded and not self._sharded
         self._crew: sharded_writing.WriterGroup | None = None
 
     @property
@@ -118,9 +124,14 @@ class CheckpointManager:
         """Whether each of several ranks writes its part."""
         return self._sharded
 
+    @property
+    def asks_tasks(self) -> bool:
+        """Whether this process saves alone, and tasks with parts of its objects write them."""
+        return self._asks_tasks
+
     def save(
         self,
-        tensors: Mapping[str, npt.ArrayLike | Slice],
+        tensors: Mapping[str, npt.ArrayLike | Slice | RemoteTensor],
         *,
         step: int,
         metadata: Mapping[str, Any] | None = None,
@@ -133,7 +144,8 @@ class CheckpointManager:
         of them. The `Slice` parts of a tensor must cover it.
 
         Args:
-            tensors: tensors as for the function `save`, or slices of larger ones.
+            tensors: tensors as for the function `save`, slices of larger ones, or tensors that
+                other tasks write, which are released when they are written.
             step: training step; rank 0's is used. With `sharded` it must be equal on all ranks.
             metadata: as for the function `save`; rank 0's is used.
             metric: quality of the model, for `best`; rank 0's is used. A metric that is not finite

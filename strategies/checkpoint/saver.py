@@ -11,6 +11,7 @@ from strategies.checkpoint import serialization
 from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.checkpoint_manager import CheckpointManager
 from strategies.checkpoint.distributed_tensors import PartialReads
+from strategies.checkpoint.remote_state import RemoteState, RemoteTensor, remote_state_of
 from strategies.checkpoint.restoring import Put, restore_into
 from strategies.checkpoint.storage import Location
 from strategies.core.process_group import ProcessGroup
@@ -35,7 +36,8 @@ class Saver:
     per rank if they differ; a rank that the save lacked keeps the state of its program. If the
     checkpoints are sharded, all ranks write, and objects may be parts: a `Slice`, distributed
     tensors of PyTorch (DTensor), modules and optimizers that contain them. All methods but
-    `saver[name]` are *collective*.
+    `saver[name]` are *collective*. If the manager is sharded without ranks, the ps tasks of a
+    `ParameterServerStrategy` among the objects write its variables, in one version.
 
     Args:
         checkpoints: manager that stores the checkpoints; its ranks call the methods.
@@ -99,6 +101,7 @@ class Saver:
             InvalidArgumentError: a name is unknown, or an object cannot be stored; names its place.
             OpError: as `CheckpointManager.save`; on all ranks.
         """
+        remote: list[RemoteState] = []
 
         def collected() -> tuple[serialization.Arrays, Any]:
             unknown = new.keys() - self._things.keys()
@@ -109,16 +112,25 @@ class Saver:
                 )
             self._things |= new
             # On all ranks, because comparing their generators is collective.
-            found, nodes = serialization.serialize(self._things, self._ranks.comm)
+            things = self._things
+            if self._checkpoints.asks_tasks:
+                things = {name: _remote(thing, remote) for name, thing in things.items()}
+            found, nodes = serialization.serialize(things, self._ranks.comm)
             # They took part in `serialize`, but need no copies from the device.
             if self._ranks.rank and not self._checkpoints.sharded:
                 return {}, {}  # rank 0 writes
             return {name: kinds.to_host(array) for name, array in found.items()}, nodes
 
         # A failure on one rank raises on all ranks before the collective save.
-        tensors, nodes = self._ranks.run_then_agree("save: collect", collected)
-        metadata = {_THINGS: nodes}
-        return self._checkpoints.save(tensors, step=step, metadata=metadata, metric=metric)
+        try:
+            tensors, nodes = self._ranks.run_then_agree("save: collect", collected)
+            metadata = {_THINGS: nodes}
+            return self._checkpoints.save(tensors, step=step, metadata=metadata, metric=metric)
+        except BaseException:
+            # Otherwise the tasks would keep the state; after a save the manager releases it.
+            for state in remote:
+                state.close()
+            raise
 
     def restore(self, path: str | os.PathLike[str] | None = None) -> int | None:
         """Restore the newest complete checkpoint, if there is one.
@@ -164,3 +176,12 @@ class Saver:
         # At last, because an error above must leave the old objects in place.
         self._things |= new
         return found.step
+
+
+def _remote(thing: Any, states: list[RemoteState]) -> Any:
+    """Return the state of an object as tensors that other tasks write, or the object itself."""
+    state = remote_state_of(thing)
+    if state is None:
+        return thing
+    states.append(state)
+    return {name: RemoteTensor(state, name) for name in state.names()}

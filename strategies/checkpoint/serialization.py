@@ -26,12 +26,13 @@ from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.boxes import Slice
 from strategies.checkpoint.distributed_tensors import slice_of
 from strategies.checkpoint.per_rank import PerRank
+from strategies.checkpoint.remote_state import RemoteTensor
 from strategies.core import array_ops, pytree
 
 __all__ = ["Arrays", "serialize"]
 
 Arrays = dict[str, Any]
-"""Name -> array of any library, or this rank's `Slice` of a larger one."""
+"""Name -> array of any library, this rank's `Slice` of a larger one, or a `RemoteTensor`."""
 
 
 def serialize(things: Mapping[str, Any], comm: cc.Communicator | None) -> tuple[Arrays, Any]:
@@ -62,7 +63,7 @@ def _encode(thing: Any, name: str, found: Arrays, comm: cc.Communicator | None) 
         return _node_of_ranks(thing.thing, name, found, comm)
     if kind is not None:
         return _encode(kind.state(thing, comm), name, found, comm)
-    if array_ops.is_array(thing) or isinstance(thing, Slice):
+    if array_ops.is_array(thing) or isinstance(thing, (Slice, RemoteTensor)):
         return _node_of_array(thing, name, found)
     if isinstance(thing, Mapping):
         pairs = [

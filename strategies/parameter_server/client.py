@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import itertools
+import threading
 from collections.abc import Iterable, Mapping, Sequence
 from typing import Any, NamedTuple
 
@@ -16,6 +17,7 @@ from strategies.errors import FailedPreconditionError, UnavailableError
 from strategies.parameter_server import state_io
 from strategies.parameter_server.options import ServingOptions
 from strategies.parameter_server.server import PARAMETERS
+from strategies.parameter_server.snapshot import Snapshot
 from strategies.parameter_server.staleness import Decision, WorkerStats
 from strategies.parameter_server.variable import ServedVariable
 from strategies.rpc.client import Reply
@@ -83,6 +85,8 @@ class Client:
         self._residents: list[list[str]] = [[] for _ in self.servers]
         self._versions = [0] * len(self.servers)  # per ps: version of the copies
         self._differ: str | None = None  # why the ps tasks are inconsistent
+        self._changes = 0  # number of this task's last change
+        self._order = threading.Lock()
 
     def open(self) -> None:
         """Open the parameter servers of the strategy."""
@@ -172,7 +176,7 @@ class Client:
             }
             for version, own in zip(self._versions, parts, strict=True)
         ]
-        answers = self._ask("push", told, arrays, timeout)
+        answers = self._change("push", told, arrays, timeout)
         self._take(answers)
         return tuple(Decision(a.metadata["staleness"], a.metadata["weight"]) for a in answers)
 
@@ -208,22 +212,34 @@ class Client:
 
     def assign(self, variable: ServedVariable, value: npt.NDArray[Any]) -> None:
         """Set the value of a variable on its ps tasks."""
-        questions = [
-            RequestTo(
-                self._places[part.task], "assign", {"part": self._numbers[part.name]}, [piece]
-            )
-            for part, piece in zip(variable.parts, variable.pieces(value), strict=True)
-        ]
-        self._answers(questions)
+        told: list[dict[str, Any]] = [{"parts": []} for _ in self.servers]
+        arrays: list[list[Any]] = [[] for _ in self.servers]
+        for part, piece in zip(variable.parts, variable.pieces(value), strict=True):
+            told[part.task]["parts"].append(self._numbers[part.name])
+            arrays[part.task].append(piece)
+        self._change("assign", told, arrays)
 
-    def state_dict(self) -> dict[str, npt.NDArray[Any]]:
-        """Return the state for a checkpoint; see `state_io.joined`."""
-        return state_io.joined(self._variables, *self._states())
+    def snapshot(self, *, synchronous: bool, timeout: float | None) -> Snapshot:
+        """Take one version of all variables; see `Snapshot`."""
+        self._refuse_ps("state_dict")
+        devices = [self._cluster.device_of(rank) for rank in self.servers]
+        return Snapshot(
+            self._service,
+            self._places,
+            devices,
+            self._held,
+            self._variables,
+            synchronous=synchronous,
+            timeout=timeout,
+        )
 
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Restore a state on the ps tasks and update the copies."""
-        # The current state gives the expected slots, shapes and dtypes.
-        like, _ = self._states()
+        # The current states give the expected slots and dtypes.
+        like: dict[str, VariableState] = {}
+        kinds = self._ask("like", [{}] * len(self.servers))
+        for held, answer in zip(self._held, kinds, strict=True):
+            like |= zip(held, unpack(answer.metadata["parts"], answer.values), strict=True)
         states, updates = state_io.divided(state, self._variables, like, len(self.servers))
         told, values = [], []
         for names, count in zip(self._held, updates, strict=True):
@@ -231,18 +247,9 @@ class Client:
             told.append({"parts": parts, "updates": count})
             values.append(arrays)
         # Everything was checked above, so that a wrong state reaches no ps.
-        self._ask("load", told, values)
+        self._change("load", told, values)
         # The copies on this task still have the old values.
         self.pull()
-
-    def _states(self) -> tuple[dict[str, VariableState], list[int]]:
-        """Return name -> state of each part, and the number of updates of each ps."""
-        answers = self._ask("state", [{}] * len(self.servers))
-        states: dict[str, VariableState] = {}
-        for names, answer in zip(self._held, answers, strict=True):
-            own = unpack(answer.metadata["parts"], answer.values)
-            states |= zip(names, own, strict=True)
-        return states, [answer.metadata["updates"] for answer in answers]
 
     def reports(self) -> list[ServerStats]:
         """Return the statistics of each ps task."""
@@ -256,30 +263,44 @@ class Client:
             for facts in told
         ]
 
-    def _ask(
+    def _ask(self, operation: str, told: Sequence[dict[str, Any]]) -> list[Reply]:
+        """Send one request to each ps task, in parallel."""
+        self._refuse_ps(operation)
+        pairs = zip(self._places, told, strict=True)
+        return self._answers([RequestTo(place, operation, facts) for place, facts in pairs])
+
+    def _change(
         self,
         operation: str,
         told: Sequence[dict[str, Any]],
-        values: Sequence[Sequence[Any]] | None = None,
+        values: Sequence[Sequence[Any]],
         timeout: float | None = None,
     ) -> list[Reply]:
-        """Send one request to each ps task, in parallel."""
+        """Send one change to each ps task, in parallel."""
+        self._refuse_ps(operation)
+        # All ps tasks get the changes of this task in the order of their numbers, also if several
+        # threads send some.
+        with self._order:
+            self._changes += 1
+            questions = [
+                RequestTo(place, operation, {**facts, "change": self._changes}, own)
+                for place, facts, own in zip(self._places, told, values, strict=True)
+            ]
+            request = self._service.ask(questions)
+        return self._checked(request.answers(timeout))
+
+    def _refuse_ps(self, operation: str) -> None:
         if self._cluster.job == "ps":
             # A ps opens no other ps; see `ServedVariables._open`.
             raise FailedPreconditionError(
                 f"{operation}: a ps task serves others, and asks for nothing"
             )
-        frames = values or [()] * len(told)
-        questions = [
-            RequestTo(place, operation, facts, own)
-            for place, facts, own in zip(self._places, told, frames, strict=True)
-        ]
-        return self._answers(questions, timeout)
 
-    def _answers(self, questions: Sequence[RequestTo], timeout: float | None = None) -> list[Reply]:
-        # All replies are awaited, so that the error below can name what the other ps tasks have
-        # done.
-        answers = self._service.ask(questions).answers(timeout)
+    def _answers(self, questions: Sequence[RequestTo]) -> list[Reply]:
+        return self._checked(self._service.ask(questions).answers())
+
+    def _checked(self, answers: list[Reply]) -> list[Reply]:
+        # All replies are there, so that the error below can name what the other ps tasks have done.
         errors = [answer.error for answer in answers if answer.error is not None]
         if not errors:
             return answers

@@ -21,6 +21,7 @@ from strategies.parameter_server import state_io, variable_factory
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.options import ServingOptions, TrainingOptions
 from strategies.parameter_server.server import PARAMETERS, ParameterServer
+from strategies.parameter_server.snapshot import Snapshot
 from strategies.parameter_server.variable import ServedVariable
 from strategies.parameter_server.variable_factory import VariableFactory, VariableSpec
 from strategies.remote_optimizers.parameter_host import HostingStrategy
@@ -44,6 +45,9 @@ class ServedVariables(HostingStrategy):
     Raises:
         ValueError: the cluster has no ps or no worker, or an argument is invalid; on all tasks.
     """
+
+    synchronous: bool
+    timeout: float | None
 
     def __init__(
         self,
@@ -218,9 +222,9 @@ class ServedVariables(HostingStrategy):
     def state_dict(self) -> dict[str, npt.NDArray[Any]]:
         """Return the training state for a checkpoint; not on a ps task.
 
-        The state of each ps is from between two updates. A call by a worker between two synchronous
-        steps returns the same update number from all ps tasks. During an update, such as in a call
-        by the evaluator or in a second thread, the numbers may differ.
+        The state is one version of all variables, also while workers train: every push, `assign`
+        or load is in the state of all ps tasks or of none. In synchronous training all ps tasks
+        have made the same number of updates. The ps tasks make no updates for a few messages.
 
         Returns:
             `variable/<name>` and, for every slot, `optimizer/<slot>/<name>`, of the variable's
@@ -229,8 +233,23 @@ class ServedVariables(HostingStrategy):
 
         Raises:
             UnavailableError: a ps task is lost.
+            AbortedError: the ps tasks differ, because an update has failed on some of them.
+            DeadlineExceededError: an update has not reached all ps tasks within `timeout`.
         """
-        return self._client.state_dict()
+        with self.remote_state() as snapshot:
+            return snapshot.state_dict()
+
+    def remote_state(self) -> Snapshot:
+        """Return the state of `state_dict`, which stays on the ps tasks until it is closed.
+
+        `Saver` calls it if its manager is sharded without ranks: each ps writes its parts. The
+        first update of a variable copies it, so a ps needs memory for its variables and slots
+        twice.
+
+        Raises:
+            OpError: as `state_dict`.
+        """
+        return self._client.snapshot(synchronous=self.synchronous, timeout=self.timeout)
 
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Restore a state, also one from other numbers of ps tasks and parts.

@@ -30,6 +30,7 @@ from strategies.errors import (
     UnavailableError,
 )
 from strategies.parameter_server.options import TrainingOptions
+from strategies.parameter_server.snapshot_server import SnapshotServer
 from strategies.parameter_server.staleness import Decision, StalenessTracker
 from strategies.rpc.registry import ResourceType, register_type
 from strategies.rpc.server_requests import ServerRequest
@@ -60,6 +61,7 @@ class ParameterServer:
 
     Attributes:
         values: server of the variables.
+        snapshots: snapshots of the variables.
     """
 
     def __init__(self, name: str) -> None:
@@ -73,6 +75,8 @@ class ParameterServer:
         self._waiting: dict[int, _Push] = {}  # worker -> its push in this round
         self._held: list[_Push] = []  # pushes that wait for the end of the warm-up
         self._warm_at: int | None = None  # version at the end of the warm-up; None before
+        self._left: set[int] = set()  # workers that have left or died
+        self.snapshots = SnapshotServer(self._group, self._resume, self._left.__contains__)
 
     def prepare(self, options: TrainingOptions) -> None:
         """Set the training options, before any worker joins.
@@ -101,6 +105,7 @@ class ParameterServer:
 
         def load() -> None:
             self._group.load(states, updates)
+            self.snapshots.made_own()
             self._after_load()
 
         # Between two requests, so that no worker sees half of the state.
@@ -194,7 +199,8 @@ class ParameterServer:
         # During the warm-up a round consists of the chief alone, later of all members: it does not
         # wait for workers that have left.
         expected = {chief} if self._warm_at is None else self._members.keys()
-        if self._waiting and expected <= self._waiting.keys():
+        allowed = all(self.snapshots.allows(push.work) for push in self._waiting.values())
+        if self._waiting and allowed and expected <= self._waiting.keys():
             # In rank order, so that the sum does not depend on the order of arrival.
             round_ = [push for _, push in sorted(self._waiting.items())]
             # Before the update, so that an error cannot leave the round waiting for ever.
@@ -203,7 +209,7 @@ class ParameterServer:
                 self._update_together(round_)
             except Exception as error:  # for all workers of the round, not only the last
                 for push in round_:
-                    push.work.fail(error)
+                    self.snapshots.fail(push.work, error)
         if self._warm_at is None:
             # The warm-up also ends when the chief leaves.
             if self._group.updates < self.options.warmup_steps and chief in self._members:
@@ -246,6 +252,7 @@ class ParameterServer:
         return self._tracker.weigh(push.worker, self._staleness(push))
 
     def _reply(self, push: _Push, decision: Decision) -> None:
+        self.snapshots.made(push.work)
         try:
             self.values.pull(push.work, staleness=decision.staleness, weight=decision.weight)
         except Exception as error:  # the other pushes of the round still need their replies
@@ -256,10 +263,12 @@ class ParameterServer:
         if error is not None:
             work.fail(self._explain(work, error))  # no effect after a reply
         self._withdraw(work)
+        self.snapshots.end(work, error)
         # The end of a `join` request removes the member.
         for worker in [w for w, membership in self._members.items() if membership is work]:
             log.info("%s: worker on task %d has left", self.name, worker)
             del self._members[worker]
+            self._left.add(worker)
             # One thread of the worker may still wait for its push while another thread left.
             for push in [push for push in self._pushes() if push.worker == worker]:
                 push.work.fail(
@@ -271,6 +280,7 @@ class ParameterServer:
                 self._withdraw(push.work)
             # The round may be complete without this worker.
             self._resume()
+            self.snapshots.advance()
 
     def _withdraw(self, work: ServerRequest) -> None:
         """Drop the gradients of a request if they are still waiting."""
@@ -286,7 +296,7 @@ class ParameterServer:
             missing = sorted(self._members.keys() - self._waiting.keys())
             why = f"no gradients from tasks {missing}"
         else:
-            return error
+            return self.snapshots.explain(work, error)
         return DeadlineExceededError(f"{error.message}; {why}")
 
     def report(self, work: ServerRequest) -> None:
@@ -303,7 +313,13 @@ class ParameterServer:
                 f"loaded, got those of tasks {sorted(self._waiting)}"
             )
         self.values.load(work)
+        self.snapshots.made(work)
         self._after_load()
+
+    def assign(self, work: ServerRequest) -> None:
+        """Set the values of some variables; see `GroupServer.assign`."""
+        self.values.assign(work)
+        self.snapshots.made(work)
 
     def _after_load(self) -> None:
         if self._group.updates < self.options.warmup_steps:
@@ -312,13 +328,35 @@ class ParameterServer:
         self._resume()
 
 
-# Operations of `GroupServer`, and of this class.
-_VALUES = ("assign", "pull", "rows", "state")
-_TRAINING = ("join", "load", "push", "report")
+_Request = Callable[[ParameterServer, ServerRequest], None]
+
+# Operation -> its handler. Snapshots may hold the changes.
+_CHANGES: dict[str, _Request] = {
+    "assign": ParameterServer.assign,
+    "load": ParameterServer.load,
+    "push": ParameterServer.push,
+}
+_OTHERS: dict[str, _Request] = {
+    "join": ParameterServer.join,
+    "like": lambda server, work: server.values.like(work),
+    "pull": lambda server, work: server.values.pull(work),
+    "report": ParameterServer.report,
+    "rows": lambda server, work: server.values.rows(work),
+    "snapshot": lambda server, work: server.snapshots.snapshot(work),
+    "snapshot_hold": lambda server, work: server.snapshots.hold(work),
+    "snapshot_read": lambda server, work: server.snapshots.read(work),
+    "snapshot_resume": lambda server, work: server.snapshots.resume(work),
+    "snapshot_take": lambda server, work: server.snapshots.take(work),
+    "snapshot_write": lambda server, work: server.snapshots.write(work),
+}
 
 
-def _serve(operation: str, server: ParameterServer, work: ServerRequest) -> None:
-    server.serve(work, getattr(server.values if operation in _VALUES else server, operation))
+def _serve_change(request: _Request, server: ParameterServer, work: ServerRequest) -> None:
+    server.serve(work, lambda work: server.snapshots.change(work, partial(request, server)))
+
+
+def _serve(request: _Request, server: ParameterServer, work: ServerRequest) -> None:
+    server.serve(work, partial(request, server))
 
 
 PARAMETERS = register_type(
@@ -327,7 +365,13 @@ PARAMETERS = register_type(
         lambda description, name: ParameterServer(name),
         # Any description fits: the options are compared among all tasks when the strategy is made.
         lambda server, description: None,
-        {operation: partial(_serve, operation) for operation in (*_VALUES, *_TRAINING)},
+        {
+            **{
+                operation: partial(_serve_change, request)
+                for operation, request in _CHANGES.items()
+            },
+            **{name: partial(_serve, request) for name, request in _OTHERS.items()},
+        },
         ParameterServer.close,
     )
 )

@@ -14,7 +14,7 @@ again. If the numbers of parts or ps tasks differ, all counts become the largest
 from __future__ import annotations
 
 from collections.abc import Iterable, Iterator, Mapping, Sequence
-from typing import Any
+from typing import Any, NamedTuple
 
 import numpy as np
 import numpy.typing as npt
@@ -26,17 +26,21 @@ from strategies.parameter_server.variable import ServedVariable
 from strategies.variables.variable_group import VALUE, VariableState
 
 __all__ = [
+    "UPDATES",
+    "Piece",
     "check_same_updates",
     "divided",
     "is_large",
     "joined",
     "own_states",
+    "pieces",
     "slices",
 ]
 
 Array = npt.NDArray[Any]
 
-_UPDATES = "updates"
+UPDATES = "updates"
+"""Name of the numbers of updates."""
 
 
 def joined(
@@ -49,7 +53,7 @@ def joined(
         states: name of a part -> state.
         updates: number of updates of each ps.
     """
-    result = {_UPDATES: np.array(updates, np.int64)}
+    result = {UPDATES: np.array(updates, np.int64)}
     for variable in variables:
         parts = [states[part.name] for part in variable.parts]
         # All parts have the same optimizer, so the first one names the slots.
@@ -84,10 +88,12 @@ def divided(
     """
     # Entries that are used are removed, so that unknown names remain.
     rest = {name: np.asarray(value) for name, value in saved.items()}
-    updates = _counts(_take(rest, _UPDATES), servers, _UPDATES)
+    operation = "load_state_dict"
+    updates = _take_counts(operation, rest, UPDATES, servers)
     states: dict[str, VariableState] = {}
     for variable in variables:
-        arrays, counts = _take_state(rest, variable, like[variable.parts[0].name], variable.shape)
+        first = like[variable.parts[0].name]
+        arrays, counts = _take_state(operation, rest, variable, first, variable.shape)
         pieces = {kind: variable.pieces(array) for kind, array in arrays.items()}
         for number, part in enumerate(variable.parts):
             states[part.name] = VariableState(
@@ -96,7 +102,7 @@ def divided(
             )
     if rest:
         raise ValueError(
-            f"load_state_dict: unknown names, expected those of this strategy's variables and "
+            f"{operation}: unknown names, expected those of this strategy's variables and "
             f"optimizer, got {sorted(rest)}"
         )
     return states, updates
@@ -121,19 +127,49 @@ def slices(
     Raises:
         ValueError: the ps has several parts of one variable: a slice is one box.
     """
-    result = {_UPDATES: Slice(np.array([updates], np.int64), (server,), (servers,))}
+    result = {UPDATES: Slice(np.array([updates], np.int64), (server,), (servers,))}
     for variable, number in _own_parts(variables, states):
         state = states[variable.parts[number].name]
-        # Parts are cut along the first axis alone.
-        start = (variable.offsets[number],) + (0,) * (len(variable.shape) - 1)
-        for kind, array in state.arrays.items():
-            where = start if variable.shape else ()
-            result[_key(kind, variable.name)] = Slice(array, where, variable.shape)
-        for kind, count in state.counts.items():
-            # Like a variable of one number per part, so that a sharded checkpoint can store it.
-            one, whole = np.array([count], np.int64), (len(variable.parts),)
-            result[_key(kind, variable.name)] = Slice(one, (number,), whole)
+        for piece in pieces(variable, number, state):
+            array = state.arrays.get(piece.kind)
+            if array is None:
+                array = np.array([state.counts[piece.kind]], np.int64)
+            result[piece.name] = Slice(array, piece.start, piece.shape)
     return result
+
+
+class Piece(NamedTuple):
+    """An array or a count of one part of a variable.
+
+    Attributes:
+        name: name in `joined`.
+        kind: key in the state of the part.
+        start: index of its first element in the array of this name.
+        shape: shape of the array of this name.
+    """
+
+    name: str
+    kind: str
+    start: tuple[int, ...]
+    shape: tuple[int, ...]
+
+
+def pieces(variable: ServedVariable, number: int, state: VariableState) -> Iterator[Piece]:
+    """Yield the pieces of one part, from the kinds of its state.
+
+    Args:
+        variable: the variable.
+        number: number of the part.
+        state: state of the part; only the kinds are used.
+    """
+    # Parts are cut along the first axis alone.
+    start = (variable.offsets[number],) + (0,) * (len(variable.shape) - 1)
+    for kind in state.arrays:
+        where = start if variable.shape else ()
+        yield Piece(_key(kind, variable.name), kind, where, variable.shape)
+    for kind in state.counts:
+        # Like a variable of one number per part, so that a sharded checkpoint can store it.
+        yield Piece(_key(kind, variable.name), kind, (number,), (len(variable.parts),))
 
 
 def check_same_updates(comm: cc.Communicator, updates: int | None) -> None:
@@ -162,7 +198,7 @@ def check_same_updates(comm: cc.Communicator, updates: int | None) -> None:
 def is_large(name: str, part: Slice) -> bool:
     """Return whether this is a variable or slot with rows, read in parts; False for counts."""
     # Counts are small, and each part needs one number of them, so they are read whole.
-    counts = name == _UPDATES or name.startswith(("optimizer/step/", "optimizer/updates/"))
+    counts = name == UPDATES or name.startswith(("optimizer/step/", "optimizer/updates/"))
     return bool(part.shape) and not counts
 
 
@@ -179,12 +215,13 @@ def own_states(
         ValueError: a name is missing, or a shape or a dtype does not fit.
     """
     rest = {name: np.asarray(value) for name, value in given.items()}
-    updates = _counts(_take(rest, _UPDATES), servers, _UPDATES)[server]
+    operation = "load_state_slices"
+    updates = _take_counts(operation, rest, UPDATES, servers)[server]
     states = {}
     for variable, number in _own_parts(variables, like):
         part = variable.parts[number].name
         shape = like[part].arrays[VALUE].shape
-        arrays, counts = _take_state(rest, variable, like[part], shape)
+        arrays, counts = _take_state(operation, rest, variable, like[part], shape)
         # Counts are those of all parts, arrays only those of this ps.
         states[part] = VariableState({kind: counts[kind][number] for kind in counts}, arrays)
     return states, updates
@@ -209,38 +246,43 @@ def _key(kind: str, variable: str) -> str:
 
 
 def _take_state(
-    rest: dict[str, Array], variable: ServedVariable, like: VariableState, shape: tuple[int, ...]
+    operation: str,
+    rest: dict[str, Array],
+    variable: ServedVariable,
+    like: VariableState,
+    shape: tuple[int, ...],
 ) -> tuple[dict[str, Array], dict[str, list[int]]]:
     """Remove a variable's entries: return arrays of this shape, and the counts of each part."""
     arrays, counts = {}, {}
     for kind, now in like.arrays.items():
         name = _key(kind, variable.name)
-        array = arrays[kind] = _take(rest, name)
+        array = arrays[kind] = _take(operation, rest, name)
         if (array.shape, array.dtype) != (shape, now.dtype):
             raise ValueError(
-                f"load_state_dict: an array does not fit, expected {now.dtype} of shape {shape}, "
+                f"{operation}: an array does not fit, expected {now.dtype} of shape {shape}, "
                 f"got {array.dtype} of shape {array.shape} (name: {name})"
             )
     for kind in like.counts:
         name = _key(kind, variable.name)
-        counts[kind] = _counts(_take(rest, name), len(variable.parts), name)
+        counts[kind] = _take_counts(operation, rest, name, len(variable.parts))
     return arrays, counts
 
 
-def _take(rest: dict[str, Array], name: str) -> Array:
+def _take(operation: str, rest: dict[str, Array], name: str) -> Array:
     if name not in rest:
         raise ValueError(
-            f"load_state_dict: the state has no {name!r}, expected that of a strategy with the "
+            f"{operation}: the state has no {name!r}, expected that of a strategy with the "
             "same variables and optimizer"
         )
     return rest.pop(name)
 
 
-def _counts(array: Array, number: int, name: str) -> list[int]:
-    """Return `number` counts: the saved ones, or their maximum if the number differs."""
+def _take_counts(operation: str, rest: dict[str, Array], name: str, number: int) -> list[int]:
+    """Remove an entry: return `number` counts, or the saved maximum if the number differs."""
+    array = _take(operation, rest, name)
     if array.ndim != 1 or not array.size or array.dtype.kind not in "iu" or array.min() < 0:
         raise ValueError(
-            f"load_state_dict: bad counts, expected integers >= 0 of shape (n,), got {array.dtype} "
+            f"{operation}: bad counts, expected integers >= 0 of shape (n,), got {array.dtype} "
             f"of shape {array.shape} (name: {name})"
         )
     # With other parts, a count cannot be assigned to a part. The maximum keeps schedules and bias

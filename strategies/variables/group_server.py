@@ -121,17 +121,18 @@ class GroupServer:
         work.reply([self.group.rows(told["part"], work.values[0], told.get("values_as"))])
 
     def assign(self, work: ServerRequest) -> None:
-        """Set the value of a variable."""
-        self.group.assign(work.arguments["part"], work.values[0])
+        """Set the values of some variables, which are given by number."""
+        for number, value in zip(work.arguments["parts"], work.values, strict=True):
+            self.group.assign(number, value)
         work.reply()
 
-    def state(self, work: ServerRequest) -> None:
-        """Reply with the state for a checkpoint."""
+    def like(self, work: ServerRequest) -> None:
+        """Reply with the kinds and dtypes of the state, and no elements."""
         parts, arrays = pack(self.group.states().values())
-        work.reply(arrays, parts=parts, updates=self.group.updates)
+        work.reply([array.reshape(-1)[:0] for array in arrays], parts=parts)
 
     def load(self, work: ServerRequest) -> None:
-        """Restore the state that `state` has sent."""
+        """Restore the states of all variables."""
         states = unpack(work.arguments["parts"], work.values)
         # States have no names in messages; the order of `add` is the same on all tasks.
         named = dict(zip(self.group.names(), states, strict=True))

@@ -570,11 +570,12 @@ def test_a_ps_refuses_two_gradients_for_one_variable(strategy, server):
     if training(server):
         # As a worker would that does not look itself.
         place = parameters_of_first_ps(strategy)
-        told = {"worker": server.cluster.comm.rank, "version": 0, "parts": [[0, False, None]] * 2}
+        common = {"worker": server.cluster.comm.rank, "change": 1}
+        told = {**common, "version": 0, "parts": [[0, False, None]] * 2}
         with pytest.raises(InvalidArgumentError, match=r"given twice \(variable: w\)"):
             server.service.request(place, "push", told, [np.ones(2)] * 2)
         for version in (-1, 1):
-            told = {"worker": server.cluster.comm.rank, "version": version, "parts": []}
+            told = {**common, "version": version, "parts": []}
             why = rf"no such version, expected 0 .. 0, got {version} \(worker: task "
             with pytest.raises(InvalidArgumentError, match=why):
                 server.service.request(place, "push", told)
