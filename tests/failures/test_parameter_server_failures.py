@@ -212,6 +212,102 @@ def test_training_goes_on_from_a_checkpoint_after_a_ps_was_killed(tmp_path):
     ], second
 
 
+SAVES = """
+    from strategies.checkpoint import Saver, checkpoint, manifest
+
+    def ask_or_die(operation, sent=0):
+        # Dies instead of a request, of which only some ps tasks get theirs.
+        ask = strategy.service.ask
+
+        def checked(questions):
+            if questions and questions[0].operation == operation:
+                ask(questions[:sent]).answers()
+                die()
+            return ask(questions)
+
+        strategy.service.ask = checked
+
+    def saved():
+        return sorted(name for name in os.listdir("run") if name.startswith("step"))
+
+    start(ps=2)
+    checkpoints = strategies.CheckpointManager("run", sharded=True, background=True)
+    saver = Saver(checkpoints, model=strategy)
+    if server.cluster.job == "worker" and not strategy.is_chief:
+        push()
+"""
+
+
+def test_a_ps_that_dies_during_a_save_is_an_error_that_names_it(tmp_path):
+    text = """
+        if comm.rank == 1:
+            checkpoint.write_shard = lambda *arguments: die()
+        if server.cluster.job == "ps":
+            outcome(server.join)
+        elif strategy.is_chief:
+            saver.save(1)
+            error = outcome(checkpoints.wait)
+            say(" | ".join([error, str(os.listdir("run")), outcome(push)]))
+    """
+    result = start(tmp_path, 4, SAVES, text, END)
+    (found,) = lines(result)
+    error, listing, after = found.split(" | ")
+    assert "UnavailableError: save: snapshot_write: task 1 died" in error, result
+    assert error.endswith("(/job:ps/task:1)"), result
+    assert listing == "['.lock']", result
+    assert "start again from a checkpoint" in after, result
+
+
+# What the chief does when it dies: its parts are written, or all ps tasks are held.
+CHIEF_DIES = ["manifest.Manifest.encode = lambda plan: die()", "ask_or_die('snapshot_take')"]
+
+
+@pytest.mark.parametrize("dies", CHIEF_DIES)
+def test_training_goes_on_without_a_chief_that_died_during_a_save(tmp_path, dies):
+    text = f"""
+        if server.cluster.job == "ps":
+            say(outcome(server.join))
+        elif strategy.is_chief:
+            if saver.restore() is None:
+                push()
+                saver.save(1)
+                checkpoints.wait()
+                {dies}
+                saver.save(2)
+                checkpoints.wait()
+            say("restored", saved(), strategy.state_dict()["variable/w"][0] <= -1)
+        else:
+            if not os.path.exists("run/step-000001"):
+                until_one_dies()
+            for _ in range(20):
+                push()
+            say("done")
+    """
+    first, second = start(tmp_path, 4, SAVES, text, END), start(tmp_path, 4, SAVES, text, END)
+    assert lines(first) == ["rank 0: fine", "rank 1: fine", "rank 3: done"], first
+    assert "rank 2: restored ['step-000001'] True" in lines(second), second
+
+
+def test_a_worker_that_died_while_it_pushed_does_not_delay_a_save(tmp_path):
+    text = """
+        if server.cluster.job == "ps":
+            server.join()
+        elif strategy.is_chief:
+            until_one_dies()
+            saver.save(1)
+            checkpoints.wait()
+            say(saved(), *checkpoint.restore("run").tensors["model/updates"])
+        elif comm.rank == 3:
+            ask_or_die("push", sent=1)
+            push()
+        else:
+            push()
+    """
+    result = start(tmp_path, 5, SAVES, text, END)
+    (found,) = lines(result)
+    assert found.startswith("rank 2: ['step-000001']"), result
+
+
 def test_training_goes_on_without_a_killed_chief(tmp_path):
     # Nobody needs it but a warm-up, which it ends.
     text = """
