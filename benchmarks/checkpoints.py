@@ -202,7 +202,7 @@ def step(comm: cc.Communicator, folder: Path, rows: int, count: int) -> dict[str
 
 def writing() -> bool:
     """Whether this rank's thread is writing."""
-    return any(thread.name == "unisono-checkpoint" for thread in threading.enumerate())
+    return any(t.name.startswith("unisono-checkpoint") for t in threading.enumerate())
 
 
 if __name__ == "__main__":

@@ -77,7 +77,7 @@ class Snapshot:
                     changes[task] = max(number, changes.get(task, 0))
             told = {"changes": list(changes.items())}
             taken = self._ask("take", [told] * len(places), timeout=timeout)
-            self._ask("resume", [{}] * len(places))
+            self._resume()
             self._facts = [answer.metadata["parts"] for answer in taken]
             self._updates = [answer.metadata["updates"] for answer in taken]
             if synchronous and len(set(self._updates)) > 1:
@@ -98,6 +98,12 @@ class Snapshot:
             told = {"snapshot": self._number}
             self._requests.append(self._service.start(place, "snapshot", lambda answer: None, told))
         return self._ask("hold", [{}] * len(places), places, timeout)
+
+    def _resume(self) -> None:
+        """Let the ps tasks make changes again, without waiting for their replies."""
+        for place in self._places:
+            told = {"snapshot": self._number}
+            self._service.start(place, "snapshot_resume", lambda answer: None, told)
 
     def state_dict(self) -> dict[str, Array]:
         """Return all arrays, in this task's memory."""
