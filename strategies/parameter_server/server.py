@@ -124,6 +124,7 @@ class ParameterServer:
         def end() -> None:
             for push in self._pushes():
                 push.work.fail(gone)
+            self.snapshots.close(gone)
 
         self.values.close(end)
 

@@ -224,6 +224,16 @@ class SnapshotServer:
             snapshot.states = []  # the views would make updates copy the variables
             self._release(snapshot)
 
+    def close(self, error: OpError) -> None:
+        """Fail all requests that wait, and drop the snapshots."""
+        waiting = [snapshot.waiting for snapshot in self._line if snapshot.waiting is not None]
+        for work in [*waiting, *(work for work, _ in self._paused)]:
+            work.fail(error)
+        self._paused.clear()
+        for snapshot in self._snapshots.values():
+            snapshot.over = True
+            snapshot.work.fail(error)
+
     def explain(self, work: ServerRequest, error: OpError) -> OpError:
         """Add to a deadline error the condition that the request waited for."""
         if any(paused is work for paused, _ in self._paused):

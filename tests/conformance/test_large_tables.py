@@ -202,6 +202,9 @@ def test_a_checkpoint_is_written_and_read_by_parts(comm, tmp_path, optimizer):
         checkpoints.save(slices, step=2)
         second = table_of(server, "second")
         state = checkpoints.restore_or_none(slices=second[0].state_boxes())
+        if cluster.job == "ps":
+            with pytest.raises(ValueError, match=r"^load_state_slices: the state has no 'updates'"):
+                second[0].load_state_slices({})
         second[0].load_state_slices(state.tensors)
         cluster.comm.barrier()
         for strategy, table, bias in (first, second):

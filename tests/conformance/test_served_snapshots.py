@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
 
@@ -17,6 +18,7 @@ from strategies.checkpoint import Saver, checkpoint
 from strategies.core import atomic_io
 from strategies.errors import (
     AbortedError,
+    CancelledError,
     DeadlineExceededError,
     FailedPreconditionError,
     InvalidArgumentError,
@@ -384,6 +386,25 @@ def test_a_session_saves_and_returns_to_a_sharded_checkpoint(comm, synchronous):
             count = one_version(last.tensors, "model/")
             assert count == (8 if synchronous else 8 * workers.size)
         workers.barrier()
+
+
+@pytest.mark.several
+def test_a_held_push_fails_when_the_ps_discards_its_variables(comm):
+    with opened(comm) as server:
+        strategy = made(server)
+        if not strategy.is_chief:
+            return
+        place, *_ = addresses(strategy)
+        told = {"snapshot": 0}
+        strategy.service.start(place, "snapshot", lambda answer: None, told)
+        strategy.service.request(place, "snapshot_hold", told)
+        answered = Future()
+        push = {"change": 1, "worker": comm.rank, "version": 0, "examples": None, "parts": []}
+        strategy.service.start(place, "push", answered.set_result, push)
+        strategy.reports()  # requests are handled in order: the push is held
+        assert not answered.done()
+        strategy.service.reset(task=place.task)
+        assert isinstance(answered.result(LIMIT).error, CancelledError)
 
 
 @pytest.mark.several
