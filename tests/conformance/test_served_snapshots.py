@@ -3,6 +3,7 @@
 import errno
 import os
 import shutil
+import threading
 from concurrent.futures import Future
 from functools import partial
 from pathlib import Path
@@ -153,6 +154,24 @@ def request(strategy, place, operation, change, parts, values):
     strategy.service.request(place, operation, told, values)
 
 
+def in_thread_until_taken(strategy, call):
+    """Start a save in a thread, and wait until it has asked all ps tasks to catch up."""
+    asked = threading.Event()
+    ask = strategy.service.ask
+
+    def noted(questions):
+        request = ask(questions)
+        if questions and questions[0].operation == "snapshot_take":
+            asked.set()
+        return request
+
+    strategy.service.ask = noted
+    running = in_thread(call)
+    assert asked.wait(LIMIT)
+    strategy.service.ask = ask
+    return running
+
+
 @pytest.mark.several
 def test_a_push_that_has_reached_one_ps_is_awaited_on_the_others(comm):
     folder = folder_of(comm)
@@ -169,7 +188,7 @@ def test_a_push_that_has_reached_one_ps_is_awaited_on_the_others(comm):
         with strategies.CheckpointManager(folder, sharded=True) as manager:
             saver = Saver(manager, model=strategy)
             send(first, change=1, values=[np.ones(1)])
-            save = in_thread(saver.save, 1)
+            save = in_thread_until_taken(strategy, partial(saver.save, 1))
             send(second, change=1, values=[np.ones(1)])
             save.result(LIMIT)
             found = manager.restore_or_none().tensors
@@ -177,7 +196,7 @@ def test_a_push_that_has_reached_one_ps_is_awaited_on_the_others(comm):
             assert found["model/updates"].tolist() == [1, 1]
             # The other way round: the ps that is held last has made it.
             send(second, change=2, values=[np.ones(1)])
-            state = in_thread(strategy.state_dict)
+            state = in_thread_until_taken(strategy, strategy.state_dict)
             send(first, change=2, values=[np.ones(1)])
             assert state.result(LIMIT)["variable/w"].tolist() == [-2, -2]
         shutil.rmtree(folder)
@@ -405,6 +424,32 @@ def test_a_held_push_fails_when_the_ps_discards_its_variables(comm):
         assert not answered.done()
         strategy.service.reset(task=place.task)
         assert isinstance(answered.result(LIMIT).error, CancelledError)
+
+
+@pytest.mark.several
+def test_a_round_that_others_complete_by_leaving_is_held(comm):
+    with opened(comm) as server:
+        strategy = made(server, synchronous=True)
+        workers = server.cluster.workers
+        if workers is None or workers.size == 1:
+            return
+        if strategy.is_chief:
+            place, *_ = addresses(strategy)
+            answered = Future()
+            push = {"change": 1, "worker": comm.rank, "version": 0, "examples": None, "parts": []}
+            strategy.service.start(place, "push", answered.set_result, push)
+            told = {"snapshot": 0}
+            snapshot = strategy.service.start(place, "snapshot", lambda answer: None, told)
+            strategy.service.request(place, "snapshot_hold", told)
+        workers.barrier()
+        if not strategy.is_chief:
+            strategy.leave()
+            return
+        until(lambda: strategy.reports()[0].members == (comm.rank,))
+        assert (answered.done(), strategy.reports()[0].version) == (False, 0)
+        strategy.service.disown(snapshot)
+        assert answered.result(LIMIT).error is None
+        assert strategy.reports()[0].version == 1
 
 
 @pytest.mark.several
