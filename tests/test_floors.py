@@ -32,9 +32,9 @@ FLOORS = {
         {"__main__"},
     ],
     "strategies": [
-        {"errors", "model_parallel"},
+        {"errors"},
         {"core"},
-        {"checkpoint", "cluster", "launcher", "optimizers"},
+        {"checkpoint", "cluster", "launcher", "model_parallel", "optimizers"},
         {"elastic", "rpc"},
         {"accumulators", "queues", "session", "variables"},
         {"experiment", "input"},

@@ -1,4 +1,4 @@
-"""Differentiable collectives for PyTorch.
+"""Differentiable collectives for PyTorch, and `Stages`, a pipeline.
 
 The functions match those of `collectives_with_grad`, except that autograd runs the backward pass::
 
@@ -30,8 +30,10 @@ from typing import Any
 import collectives as cc
 from collectives import extend
 from strategies.model_parallel import collectives_with_grad
+from strategies.model_parallel.stages import Stages
 
 __all__ = [
+    "Stages",
     "allgather",
     "allreduce",
     "alltoall",

@@ -34,6 +34,7 @@ SHORT = {
     "torch_ddp_digits": "--epochs 1",
     "torch_digits": "--epochs 1",
     "torch_fsdp_digits": "--epochs 1",
+    "torch_pipeline": "--epochs 1",
     "train_digits": "--epochs 1",
     "vertical_split": "--epochs 1",
 }
