@@ -1,7 +1,7 @@
 """Local steps and sharded optimizer state: accuracy and bytes, memory and time.
 
     python benchmarks/local_steps.py [--ranks 2 4] [--epochs 20] [--json FILE]
-    mpirun -np 2 python benchmarks/local_steps.py --sharded [--json FILE]
+    mpirun -np 2 python benchmarks/local_steps.py --sharded [--keep-memory] [--json FILE]
 
 The first trains the digits of scikit-learn with ranks that are threads and exchange messages. It
 prints the accuracy on the held-out rows, the mean of some seeds, and the bytes that a rank sends in
@@ -9,7 +9,9 @@ a step, which are counted and do not depend on the machine.
 
 The second runs steps of Adam on a perceptron of 25 million parameters: with whole state, with
 `shard_state=True`, and by PyTorch's `ZeroRedundancyOptimizer` over this backend and over Gloo. All
-ways take turns. It prints medians in ms, and the bytes of the states of one rank.
+ways take turns. It prints medians in ms, and the bytes of the states of one rank. PyTorch gives the
+memory of large tensors back to the system; with `--keep-memory` it is kept, for all ways alike
+(`strategies.torch.keep_memory`).
 """
 
 from __future__ import annotations
@@ -61,9 +63,11 @@ def main() -> None:
     parser.add_argument("--ranks", type=int, nargs="+", default=[2, 4])
     parser.add_argument("--epochs", type=int, default=20)
     parser.add_argument("--sharded", action="store_true", help="time steps with sharded state")
+    parser.add_argument("--keep-memory", action="store_true", help="of what is freed")
     parser.add_argument("--json", type=Path, help="file to add the figures to")
     options = parser.parse_args()
-    found = sharded_steps() if options.sharded else digits(options.ranks, options.epochs)
+    kept = options.keep_memory
+    found = sharded_steps(kept) if options.sharded else digits(options.ranks, options.epochs)
     if options.json and found:
         known = json.loads(options.json.read_text()) if options.json.exists() else {}
         options.json.write_text(json.dumps(known | found, indent=1) + "\n")
@@ -125,7 +129,7 @@ def count_bytes() -> list[int]:
     return total
 
 
-def sharded_steps() -> dict[str, dict[str, list[float]]]:
+def sharded_steps(kept: bool) -> dict[str, dict[str, list[float]]]:
     """Time steps with whole and sharded state in turns; returns ms and bytes of the states."""
     import torch
     from torch import distributed
@@ -136,6 +140,8 @@ def sharded_steps() -> dict[str, dict[str, list[float]]]:
 
     torch.set_num_threads(1)
     comm = cc.init()
+    if kept:
+        strategies.torch.keep_memory()
     os.environ.setdefault("LOCAL_WORLD_SIZE", str(comm.local_size))
     distributed.init_process_group("unisono")
     gloo = distributed.new_group(backend="gloo")
@@ -180,7 +186,8 @@ def sharded_steps() -> dict[str, dict[str, list[float]]]:
     }
     for way, (median, nbytes) in found.items() if comm.rank == 0 else ():
         print(f"{way:20} {median:8.1f} ms  {nbytes / 2**20:7.1f} MiB of state")
-    return {f"sharded, {comm.size} ranks": found} if comm.rank == 0 else {}
+    name = f"sharded, {comm.size} ranks" + (", memory is kept" if kept else "")
+    return {name: found} if comm.rank == 0 else {}
 
 
 def bytes_of(optimizer) -> int:
