@@ -42,6 +42,7 @@ MODULES = {
     "strategies.replicas": "What a replica knows of itself.",
     "strategies.model_parallel": "A model over several ranks.",
     "strategies.model_parallel.torch": "The same for PyTorch's autograd, and a pipeline.",
+    "strategies.quantization": "8-bit weights for serving.",
     "strategies.experiment": "One program for all tasks of a cluster.",
     "strategies": "Strategies, and what a training program needs most. More is in its modules.",
     "strategies.torch": "For PyTorch.",

@@ -18,6 +18,7 @@ import numba
 import numpy as np
 
 from common.digits import Network, accuracy, load
+from strategies.quantization import quantize
 
 EPOCHS, QUERIES = 2, 100
 Answer = Callable[[np.ndarray], np.ndarray]
@@ -30,7 +31,7 @@ def main() -> None:
     network.train(80 / hidden, 0.5, EPOCHS, seed=1)
     wide = [unit_by_unit(network.weights[name]) for name in ("w1", "w2")]
     biases = [network.weights[name].astype(np.float32) for name in ("b1", "b2")]
-    narrow = [round_to_8_bits(matrix) for matrix in wide]
+    narrow = [quantize(matrix) for matrix in wide]
     ones = [np.ones(len(matrix), np.float32) for matrix in wide]
     codes, steps = zip(*narrow, strict=True)
     ways: dict[str, tuple[int, Answer]] = {
@@ -55,12 +56,6 @@ def main() -> None:
 def unit_by_unit(weights: np.ndarray) -> np.ndarray:
     """Return the weights with those of one unit side by side, shape (units, inputs), float32."""
     return np.ascontiguousarray(weights.T, np.float32)
-
-
-def round_to_8_bits(matrix: np.ndarray) -> tuple[np.ndarray, np.ndarray]:
-    """Return the multiples, shape (units, inputs), int8, and the step of each unit, float32."""
-    step = np.maximum(np.abs(matrix).max(axis=1), 1e-12) / 127
-    return np.rint(matrix / step[:, None]).astype(np.int8), step.astype(np.float32)
 
 
 def by_numpy(x: np.ndarray, w1: np.ndarray, w2: np.ndarray, b1: np.ndarray, b2: np.ndarray):

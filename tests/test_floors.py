@@ -34,7 +34,7 @@ FLOORS = {
     "strategies": [
         {"errors"},
         {"core"},
-        {"checkpoint", "cluster", "launcher", "model_parallel", "optimizers"},
+        {"checkpoint", "cluster", "launcher", "model_parallel", "optimizers", "quantization"},
         {"elastic", "rpc"},
         {"accumulators", "queues", "session", "variables"},
         {"experiment", "input"},
@@ -56,6 +56,7 @@ PUBLIC = {
     "collectives.kernels.machine_code",
     "collectives.kernels.numba_compiler",
     "collectives.testing",
+    "strategies.quantization",
 }
 
 MAY_IMPORT = {
