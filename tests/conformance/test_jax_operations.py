@@ -249,7 +249,8 @@ def test_compiled_results(comm, dtype):
         if CASES[name].op is None or oracle.is_defined(CASES[name].op, dtype)
     }
     arrays = {name: arrays_of(comm, case, dtype) for name, case in cases.items()}
-    with jax.enable_x64(dtype == np.float64):
+    x64 = jax.enable_x64 if hasattr(jax, "enable_x64") else jax.experimental.enable_x64
+    with x64(dtype == np.float64):
         program, operands = programs(comm, cases, plainly), own(arrays, comm)
         compiled, *concrete = (run(program, operands, comm, form) for form in forms)
     for name, case in cases.items():

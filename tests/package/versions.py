@@ -69,6 +69,8 @@ ROWS = {
     "numpy-1.26": Row("3.11", ("numpy==1.26.*",)),
     # The backend needs a newer one.
     "torch-2.4": Row("3.11", ("torch==2.4.*",), (), OPTIMIZERS),
+    "torch-2.6": Row("3.11", ("torch==2.6.*",), (), TORCH),
+    "torch-2.9": Row("3.11", ("torch==2.9.*",), (), TORCH),
     "torch-newest": Row("3.11", ("torch",), (), TORCH),
     "jax-0.4.35": Row("3.11", ("jax==0.4.35", "jaxlib==0.4.35", "optax==0.2.4"), JAX),
     "jax-0.5.0": Row("3.11", ("jax==0.5.0", "jaxlib==0.5.0", "optax"), IN_JIT),
