@@ -146,7 +146,7 @@ class EagerBlock:
         *,
         fill: bool,
     ) -> None:
-        found = loops(dtype, op.value)
+        found = loops(dtype, op)
         # A copy of the template, because progress and addresses belong to one call.
         self.fields = Block.from_buffer_copy(exchange.template)
         self.fields.count, self.fields.itemsize = count, dtype.itemsize

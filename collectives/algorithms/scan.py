@@ -36,7 +36,8 @@ __all__ = ["exclusive"]
 
 def exclusive(ranks: Transport, own: Array, op: Op, deadline: Deadline) -> Array | None:
     """Return the reduction over the ranks before this one, shape (n,); None on rank 0."""
-    combine = reduction.combine(op)
+    # Arriving data is of lower ranks.
+    combine = reduction.combine(op, before=True)
     # A copy, because the rounds change it; `own` stays the caller's.
     total, arriving = own.copy(), np.empty_like(own)
     result: Array | None = None

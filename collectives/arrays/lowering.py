@@ -122,7 +122,13 @@ def validate_scales(prescale: Any, postscale: Any, *, operation: str) -> dict[st
 
 
 def lower(
-    op: Op, dtype: np.dtype[Any], size: int, scales: dict[str, float], *, operation: str
+    op: Op,
+    dtype: np.dtype[Any],
+    size: int,
+    scales: dict[str, float],
+    *,
+    operation: str,
+    algorithm: str = "auto",
 ) -> Lowering | None:
     """Check a reduction, and return its lowering; None if the op is computed directly.
 
@@ -132,12 +138,14 @@ def lower(
         size: number of ranks.
         scales: return value of `validate_scales`.
         operation: name of the operation, for errors.
+        algorithm: as for `reduction.check`.
 
     Raises:
         TypeError: the op is not defined for the dtype, or scaling would require rounding.
+        ValueError: as `reduction.check`.
     """
     # First, so that an undefined op is reported as such.
-    reduction.check(op, dtype, operation=operation, by_way=True)
+    reduction.check(op, dtype, operation=operation, by_way=True, algorithm=algorithm)
     if scales and (dtype.kind in "biu" or op in LOWERED):
         raise TypeError(
             f"{operation}: {op.value} of {dtype} cannot be scaled, since the result would have to "

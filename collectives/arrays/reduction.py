@@ -14,13 +14,13 @@ the dtype does not overflow if the mean fits.
 
 LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR (all rows but the last) and INTEGER_MEAN (integers) use one of
 these reductions (`collectives.arrays.lowering`); MINLOC and MAXLOC use two
-(`collectives.operations.minloc`).
+(`collectives.operations.minloc`). Operations of the user (`collectives.operations.own_operations`)
+exist for all rows but bool; 16-bit floats are computed in float32 and rounded once, at the end.
 """
 
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
-from enum import Enum
 from typing import Any, NamedTuple
 
 import numpy as np
@@ -45,50 +45,68 @@ __all__ = [
     "MEAN",
     "MIN",
     "MINLOC",
+    "OPS",
+    "OWN_FUNCTIONS",
     "PRODUCT",
     "RULES",
     "SUM",
     "Op",
     "OpSpec",
+    "OwnSpec",
     "check",
     "combine",
     "prescale",
     "ignore_float_errors",
+    "is_on_host",
     "mean_scale",
     "work_dtype",
 ]
 
 
-class Op(Enum):
-    """A reduction operation; the value is its name in messages."""
+class Op:
+    """A reduction operation: one of this module, or one that `collectives.operation` returned.
 
-    SUM = "SUM"
-    MEAN = "MEAN"
-    MIN = "MIN"
-    MAX = "MAX"
-    PRODUCT = "PRODUCT"
-    BITWISE_AND = "BITWISE_AND"
-    BITWISE_OR = "BITWISE_OR"
-    BITWISE_XOR = "BITWISE_XOR"
-    LOGICAL_AND = "LOGICAL_AND"
-    LOGICAL_OR = "LOGICAL_OR"
-    LOGICAL_XOR = "LOGICAL_XOR"
-    INTEGER_MEAN = "INTEGER_MEAN"
-    MINLOC = "MINLOC"
-    MAXLOC = "MAXLOC"
+    Args:
+        value: name of the operation in messages.
+    """
 
-    # By identity: Enum's `__hash__` is Python code and costs 0.1 us in every lookup of a plan.
-    __hash__ = object.__hash__
+    __slots__ = ("value",)
+
+    def __init__(self, value: str) -> None:
+        self.value = value
+
+    def __repr__(self) -> str:
+        return f"<Op {self.value}>"
+
+    def __reduce__(self) -> str:
+        """Copy and pickle an op as its name in this module: ops are compared by identity."""
+        return self.value
 
 
-SUM, MEAN, MIN, MAX, PRODUCT = Op.SUM, Op.MEAN, Op.MIN, Op.MAX, Op.PRODUCT
-BITWISE_AND, BITWISE_OR, BITWISE_XOR = Op.BITWISE_AND, Op.BITWISE_OR, Op.BITWISE_XOR
-LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR = Op.LOGICAL_AND, Op.LOGICAL_OR, Op.LOGICAL_XOR
-INTEGER_MEAN, MINLOC, MAXLOC = Op.INTEGER_MEAN, Op.MINLOC, Op.MAXLOC
+SUM, MEAN, MIN, MAX, PRODUCT = map(Op, ("SUM", "MEAN", "MIN", "MAX", "PRODUCT"))
+BITWISE_AND, BITWISE_OR, BITWISE_XOR = map(Op, ("BITWISE_AND", "BITWISE_OR", "BITWISE_XOR"))
+LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR = map(Op, ("LOGICAL_AND", "LOGICAL_OR", "LOGICAL_XOR"))
+INTEGER_MEAN, MINLOC, MAXLOC = map(Op, ("INTEGER_MEAN", "MINLOC", "MAXLOC"))
 
 # Ops computed through another op, and ops that return locations; few operations support them.
 LOWERED = (LOGICAL_AND, LOGICAL_OR, LOGICAL_XOR, INTEGER_MEAN)
 LOCATING = (MINLOC, MAXLOC)
+
+
+class OwnSpec(NamedTuple):
+    """Checks and functions of an operation of the user, beside its compiled loops.
+
+    Attributes:
+        check: compiles the loops for a dtype and checks them, for the operation of that name.
+        combine: combines two arrays in place; the flag makes the second one the left operand.
+        commutative: whether the order of the operands is free.
+        identity: result of `exscan` on rank 0; None for no result.
+    """
+
+    check: Callable[[np.dtype[Any], str], None]
+    combine: Callable[[Array, Array, bool], None]
+    commutative: bool
+    identity: complex | None
 
 
 class OpSpec(NamedTuple):
@@ -98,11 +116,14 @@ class OpSpec(NamedTuple):
         function: name of the function in NumPy, CuPy and `kernels.combine`; "" for a lowered op.
         mpi: name of the MPI op, or "".
         undefined: kind of dtype -> reason why the op is undefined.
+        own: the rest of an operation of the user, whose `function` is a key of `OWN_FUNCTIONS`;
+            None for the ops of this module.
     """
 
     function: str
     mpi: str
     undefined: Mapping[str, str]
+    own: OwnSpec | None = None
 
 
 _NO_SUM = {"b": "bool has no sum; use MIN for 'all', MAX for 'any', or cast to an integer dtype"}
@@ -114,7 +135,8 @@ _NO_ORDER = {"c": "complex numbers have no order; reduce the real or the absolut
 _NO_BITS = dict.fromkeys("fc", "only integers and bool are numbers of bits")
 _NO_TRUNCATION = {**dict.fromkeys("fc", "only integers need it; use MEAN"), **_NO_SUM}
 
-RULES = {
+# Operations of the user are added.
+RULES: dict[Op, OpSpec] = {
     SUM: OpSpec("add", "SUM", _NO_SUM),
     MEAN: OpSpec("add", "SUM", {**_NO_SUM, "i": _NO_MEAN, "u": _NO_MEAN}),  # see `prescale`
     MIN: OpSpec("minimum", "MIN", _NO_ORDER),
@@ -129,8 +151,21 @@ RULES = {
     INTEGER_MEAN: OpSpec("", "", _NO_TRUNCATION),
 }
 
+# Functions of the user by the name in `RULES`, which compiled loops call.
+OWN_FUNCTIONS: dict[str, Callable[[Any, Any], Any]] = {}
 
-def check(op: Op, dtype: np.dtype[Any], *, operation: str, by_way: bool = False) -> None:
+# The ops of this module, in the order of `RULES`.
+OPS = (*RULES, *LOCATING)
+
+
+def check(
+    op: Op,
+    dtype: np.dtype[Any],
+    *,
+    operation: str,
+    by_way: bool = False,
+    algorithm: str = "auto",
+) -> None:
     """Check that an op is defined for a dtype.
 
     Args:
@@ -138,12 +173,14 @@ def check(op: Op, dtype: np.dtype[Any], *, operation: str, by_way: bool = False)
         dtype: dtype of the array.
         operation: name of the operation, for errors.
         by_way: whether the operation supports lowered ops.
+        algorithm: the caller's argument, which limits operations of the user.
 
     Raises:
         TypeError: see the table of this module.
+        ValueError: an operation of the user is not associative, or the algorithm lacks it.
     """
     if not isinstance(op, Op):
-        names = " ".join(o.value for o in Op)
+        names = " ".join(o.value for o in OPS)
         raise TypeError(
             f"{operation}: op is not a reduction, expected one of {names} "
             f"from the module collectives, got {op!r}"
@@ -163,6 +200,19 @@ def check(op: Op, dtype: np.dtype[Any], *, operation: str, by_way: bool = False)
     why = RULES[op].undefined.get(kind)
     if why is not None:
         raise TypeError(f"{operation}: {op.value} of {dtype} is not defined: {why}")
+    own = RULES[op].own
+    if own is None:
+        return
+    if algorithm == "native" or not (own.commutative or algorithm in ("auto", "node")):
+        known = "another algorithm" if own.commutative else "auto or node"
+        why = "is not an operation of MPI" if own.commutative else "is not commutative"
+        raise ValueError(f"{operation}: {op.value} {why}, expected {known}, got {algorithm!r}")
+    own.check(dtype, operation)
+
+
+def is_on_host(op: Op) -> bool:
+    """Whether an op, possibly a wrong argument, is computed in host memory only."""
+    return isinstance(op, Op) and (op in LOWERED or (op in RULES and RULES[op].own is not None))
 
 
 def work_dtype(dtype: np.dtype[Any]) -> np.dtype[Any]:
@@ -196,13 +246,23 @@ def mean_scale(size: int) -> int:
     return 1 << (size - 1).bit_length()
 
 
-def combine(op: Op) -> Callable[[Array, Array], None]:
-    """Return `f(accumulator, contribution)`, which updates the accumulator in place."""
-    function = RULES[op].function
+def combine(op: Op, *, before: bool = False) -> Callable[[Array, Array], None]:
+    """Return `f(accumulator, contribution)`, which updates the accumulator in place.
+
+    Args:
+        op: the reduction.
+        before: whether contributions are from lower ranks than the accumulator, which matters to
+            operations of the user.
+    """
+    function, _, _, own = RULES[op]
 
     def into(accumulator: Array, contribution: Array) -> None:
         # Per call, because NumPy's error state belongs to the thread.
         with ignore_float_errors():
             device.combine(function, accumulator, contribution)
 
-    return into
+    def own_into(accumulator: Array, contribution: Array) -> None:
+        assert own is not None
+        own.combine(accumulator, contribution, before)
+
+    return into if own is None else own_into

@@ -308,7 +308,9 @@ def grouped_reduce_scatter(
                     to, shape, array.dtype, operation=call.operation
                 )
             loan = HostArgument(array, target, give_back)
-            way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
+            way = lowering.lower(
+                op, array.dtype, group.size, scales, operation=call.operation, algorithm=algorithm
+            )
             # A scale or lowered op needs its own memory, and `restore` then writes to `out`.
             if way is not None:
                 # Equal for all arrays: `lower` decides by op and scales, not by the array.

@@ -196,7 +196,9 @@ def _describe(
     ways = []
     for dtype in dtypes:
         # Also checks the op for the dtype.
-        way = lowering.lower(op, dtype, call.group.size, scales, operation=call.operation)
+        way = lowering.lower(
+            op, dtype, call.group.size, scales, operation=call.operation, algorithm=algorithm
+        )
         if way is not None:  # one lowering for each array, or none at all
             ways.append(way)
     # Only the check: feedback needs names, which a list of arrays does not have.

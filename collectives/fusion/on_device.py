@@ -17,7 +17,7 @@ import numpy as np
 
 from collectives.arrays import adapters
 from collectives.arrays.adapter import DeviceArray
-from collectives.arrays.reduction import LOWERED
+from collectives.arrays.reduction import is_on_host
 from collectives.calls.group import Group
 from collectives.fusion.bucket_layout import FusedChunk
 from collectives.fusion.layouts import FusionKey
@@ -45,11 +45,12 @@ def device_arguments(
 ) -> list[FusedDeviceArray] | None:
     """Return the arrays of a call on their device, or None if the host path must reduce them.
 
-    The device path needs arrays of one library on one device, and an op without lowering or scales.
+    The device path needs arrays of one library on one device, no scales, and an op that is
+    computed there.
     """
     if not len(xs) or type(xs[0]) is np.ndarray or group.size == 1 or asked.scales:
         return None
-    if asked.op in LOWERED or (out is not None and len(out) != len(xs)):
+    if is_on_host(asked.op) or (out is not None and len(out) != len(xs)):
         return None
     found: list[FusedDeviceArray] = []
     kinds = set()

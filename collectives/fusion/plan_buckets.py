@@ -83,7 +83,7 @@ def plan_buckets(
         kinds = [specs.spec_of(x, operation=call.operation) for x in like]
         # Each dtype once, because models have hundreds of arrays of few dtypes.
         for dtype in {kind.dtype for kind in kinds}:
-            reduction.check(op, dtype, operation=call.operation)
+            reduction.check(op, dtype, operation=call.operation, algorithm=algorithm)
             compression.codec(dtype, op, network=True, name="")
         in_memory = call.engine_for(algorithm) is not None
         usual = BUCKET_BYTES if in_memory else BUCKET_BYTES_MESSAGES
@@ -106,7 +106,9 @@ def plan_buckets(
     # Only after the agreement, because a duplicate is a call of its own.
     ranks = split.dup(group)
     name = name or f"buckets {next(_numbers)}"
-    there = device_buffer.if_all_on_device(ranks, like, timeout)
+    there = (
+        None if reduction.is_on_host(op) else device_buffer.if_all_on_device(ranks, like, timeout)
+    )
     if there and bucket_bytes is None:  # slices pass through host memory in any case
         limits = limits[0], BUCKET_BYTES_MESSAGES
     options = BucketOptions(op, compression, limits, timeout, name, in_memory, algorithm)

@@ -43,7 +43,7 @@ import ml_dtypes
 import numpy as np
 
 from collectives.arrays.host_arrays import Array
-from collectives.arrays.reduction import MEAN, SUM, Op
+from collectives.arrays.reduction import MEAN, RULES, SUM, Op
 from collectives.kernels import half_loops, int8, top_k
 
 __all__ = [
@@ -295,10 +295,14 @@ class Compression:
             the codec, or None to send the array unchanged.
 
         Raises:
-            ValueError: feedback without a name; feedback or top-k with an op that does not add;
-                top-k of another dtype. Also raised if the array is sent unchanged, so that a test
-                on one node finds the mistake.
+            ValueError: an operation of the user; feedback without a name; feedback or top-k with an
+                op that does not add; top-k of another dtype. Also raised if the array is sent
+                unchanged, so that a test on one node finds the mistake.
         """
+        if self.dtype is not None and RULES[op].own is not None:
+            raise ValueError(
+                f"compression: {op.value} is an operation of the program, expected NONE, got {self}"
+            )
         # Sums and means add errors; a maximum of errors has no meaning.
         if self.residuals is not None and op not in (SUM, MEAN):
             raise ValueError(

@@ -14,7 +14,7 @@ from numba.extending import register_jitable
 
 from collectives.arrays.device import is_half
 from collectives.arrays.dtypes import NUMBERS
-from collectives.arrays.reduction import RULES
+from collectives.arrays.reduction import OWN_FUNCTIONS, RULES
 from collectives.kernels import float16, loops, numba_compiler
 from collectives.kernels.combine import BITWISE, FUNCTIONS
 from collectives.kernels.intrinsics import (
@@ -75,9 +75,9 @@ def all_words() -> Iterator[tuple[str, ...]]:
     for dtype, op in pairs:
         if ("f" if is_half(dtype) else dtype.kind) not in RULES[op].undefined:
             names = (
-                *loops.names(dtype, op.value),
-                *loops.names(dtype, op.value, of_two=True),
-                loops.reversed_name(dtype, op.value),
+                *loops.names(dtype, op),
+                *loops.names(dtype, op, of_two=True),
+                loops.reversed_name(dtype, op),
             )
             found.update(name[1:] for name in names if name is not None)
     yield from sorted(found)
@@ -111,11 +111,11 @@ def _binary(name: str, function: str) -> Loop:
     if name in float16.CONVERSIONS:
         return _both_halves(name, function)
     dtype, parts = np.dtype(name), 1
-    # Products of complex numbers mix their parts.
-    if dtype.kind == "c" and function != "multiply":  # real and imaginary parts alike
+    # Products and operations of the user mix the parts of complex numbers.
+    if dtype.kind == "c" and function in ("add", "mean"):  # real and imaginary parts alike
         dtype, parts = np.empty(0, name).real.dtype, 2
     # `mean` exists for two ranks only.
-    combined = _mean_of_two(dtype) if function == "mean" else _FUNCTIONS[function]
+    combined = _mean_of_two(dtype) if function == "mean" else _scalar(function, dtype)
 
     def both(dest: int, first: int, second: int, n: int) -> None:
         y = carray(pointer(dest), parts * n, dtype)
@@ -125,6 +125,28 @@ def _binary(name: str, function: str) -> Loop:
             y[i] = combined(a[i], b[i])
 
     return _inline(both)
+
+
+def _scalar(function: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
+    """Return the function of two numbers of a dtype that a loop calls."""
+    return _FUNCTIONS.get(function) or _own(function, dtype.type)
+
+
+def _wide(function: str) -> Callable[..., Any]:
+    """Return the function for 16-bit floats widened to float32."""
+    return _WIDE_FUNCTIONS.get(function) or _own(function, np.float32)
+
+
+def _own(function: str, number: Callable[..., Any]) -> Callable[..., Any]:
+    """Return an operation of the user, whose result is converted to a dtype."""
+    own = float16.jitable(OWN_FUNCTIONS[function])
+
+    def combined(a: Any, b: Any) -> Any:
+        # numba computes integers in 64 bits, and floats with a constant in float64.
+        result = number(own(a, b))
+        return canonical_nan(result, result, result)
+
+    return float16.jitable(combined)
 
 
 def _mean_of_two(dtype: np.dtype[Any]) -> Callable[..., Any]:
@@ -169,7 +191,7 @@ def _both_halves(name: str, function: str) -> Loop:
 
 def _combined_as_float32(function: str) -> Callable[..., Any]:
     # MEAN of two ranks adds halves, because a sum of two bfloat16 may overflow; rounded once.
-    return _sum_of_scaled(0.5) if function == "mean" else _WIDE_FUNCTIONS[function]
+    return _sum_of_scaled(0.5) if function == "mean" else _wide(function)
 
 
 def _sum_of_scaled(factor: float) -> Callable[..., Any]:
@@ -212,7 +234,7 @@ def _accumulate_reversed(name: str, function: str) -> Loop:
 def _start_half(half: str, function: str) -> Loop:
     """Return a loop that combines two arrays of 16-bit floats into float32."""
     widen, _ = float16.CONVERSIONS[half]
-    combined = _sum_of_scaled(_SCALE) if function == "mean" else _WIDE_FUNCTIONS[function]
+    combined = _sum_of_scaled(_SCALE) if function == "mean" else _wide(function)
 
     def start(dest: int, first: int, second: int, n: int) -> None:
         # float32 totals: rounded once, by `save`.
@@ -233,7 +255,7 @@ def _add_scaled(total: Any, x: Any) -> Any:
 def _add_half(half: str, function: str) -> Loop:
     """Return a loop that combines float32 with 16-bit floats."""
     widen, _ = float16.CONVERSIONS[half]
-    combined = _add_scaled if function == "mean" else _WIDE_FUNCTIONS[function]
+    combined = _add_scaled if function == "mean" else _wide(function)
 
     def add(dest: int, source: int, n: int, size: int) -> None:
         a = carray(pointer(dest), n, np.float32)

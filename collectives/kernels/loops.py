@@ -14,7 +14,7 @@ from typing import Any, NamedTuple
 import numpy as np
 
 from collectives.arrays.device import is_half
-from collectives.arrays.reduction import RULES, Op
+from collectives.arrays.reduction import MEAN, RULES, Op
 from collectives.kernels import machine_code
 
 __all__ = ["Loops", "reversed_loop", "reversed_name", "loops", "names"]
@@ -34,7 +34,7 @@ class Loops(NamedTuple):
 
 
 @functools.cache
-def loops(dtype: np.dtype[Any], op: str, *, of_two: bool = False) -> Loops:
+def loops(dtype: np.dtype[Any], op: Op, *, of_two: bool = False) -> Loops:
     """Return the loops for arrays of a dtype.
 
     16-bit floats are added in float32, for MEAN with a small scale, and rounded once, at the end,
@@ -42,7 +42,7 @@ def loops(dtype: np.dtype[Any], op: str, *, of_two: bool = False) -> Loops:
 
     Args:
         dtype: dtype of the arrays.
-        op: name of a reduction that is defined for the dtype, such as "SUM".
+        op: reduction that is defined for the dtype.
         of_two: whether at most two arrays are combined. `start` and `add` then do everything in one
             pass, with the same bits, and `fill` and `save` are 0.
     """
@@ -53,14 +53,14 @@ def loops(dtype: np.dtype[Any], op: str, *, of_two: bool = False) -> Loops:
 
 
 def names(
-    dtype: np.dtype[Any], op: str, *, of_two: bool = False
+    dtype: np.dtype[Any], op: Op, *, of_two: bool = False
 ) -> tuple[tuple[str, ...] | None, ...]:
     """Return the loops' names for `machine_code`, in the order of `Loops`; None for a copy."""
     if of_two:
         # One pass with the operands of both ranks: nothing is left for `fill` and `save`.
         return None, _loop("start", *_binary(dtype, op)), _loop("add", *_binary(dtype, op)), None
-    function = RULES[Op(op)].function
-    mean = op == "MEAN"
+    function = RULES[op].function
+    mean = op is MEAN
     if is_half(dtype):
         half = dtype.name
         # MEAN of 16-bit floats divides the float32 total, which is rounded once.
@@ -73,19 +73,19 @@ def names(
     return fill, _loop("start", storage, function), _loop("add", storage, function), None
 
 
-def reversed_loop(dtype: np.dtype[Any], op: str) -> int:
+def reversed_loop(dtype: np.dtype[Any], op: Op) -> int:
     """Return `add` with the operands exchanged; arguments as `loops`."""
     return machine_code.load(*reversed_name(dtype, op))
 
 
-def reversed_name(dtype: np.dtype[Any], op: str) -> tuple[str, ...]:
+def reversed_name(dtype: np.dtype[Any], op: Op) -> tuple[str, ...]:
     """Return the name of `reversed_loop` for `machine_code`."""
     return _loop("behind", *_binary(dtype, op))
 
 
-def _binary(dtype: np.dtype[Any], op: str) -> tuple[str, str]:
+def _binary(dtype: np.dtype[Any], op: Op) -> tuple[str, str]:
     """Return dtype and function of a two-array loop of `collectives.kernels.elementwise`."""
-    return _storage(dtype), "mean" if op == "MEAN" else RULES[Op(op)].function
+    return _storage(dtype), "mean" if op is MEAN else RULES[op].function
 
 
 def _storage(dtype: np.dtype[Any]) -> str:

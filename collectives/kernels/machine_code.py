@@ -55,8 +55,17 @@ _OF_PYTHON = (
     "Py_IncRef",
 )
 
-# Functions of the C library's libm, for numbers that no instruction handles.
-_OF_LIBM = ("sqrt", "sqrtf")
+# Functions of the C library's libm: square roots that no instruction handles, and functions that
+# operations of the user may call.
+_OF_LIBM = tuple(
+    name + suffix
+    for name in (
+        *("sqrt", "exp", "exp2", "expm1", "log", "log2", "log10", "log1p", "pow", "hypot", "fmod"),
+        *("sin", "cos", "tan", "asin", "acos", "atan", "atan2", "sinh", "cosh", "tanh"),
+        *("floor", "ceil", "trunc", "rint", "round", "fma", "ldexp", "frexp", "copysign"),
+    )
+    for suffix in ("", "f")
+)
 
 # Symbols that code may refer to, because a process without numba has them.
 KNOWN_SYMBOLS = frozenset((*_OF_PYTHON, *_OF_LIBM, "clock_gettime", "sched_yield"))

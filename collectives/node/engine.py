@@ -307,8 +307,8 @@ class Engine:
         kind = kernel_selection.select(send.nbytes, self.size, crowded=self._crowded, halves=halves)
         kind = kind if place is None else "shared"
         has_behind = kind in ("one_shot", "direct") and self.size == 2
-        last = reversed_name(send.dtype, op.value) if has_behind else None
-        needed = [(_ROUNDS, kind), *loop_names(send.dtype, op.value, of_two=self.size == 2), last]
+        last = reversed_name(send.dtype, op) if has_behind else None
+        needed = [(_ROUNDS, kind), *loop_names(send.dtype, op, of_two=self.size == 2), last]
         machine_code.ensure([name for name in needed if name is not None])
         block = self._block(digest, send, out, op)
         block.count, block.result_group_bytes = send.size, among
@@ -321,7 +321,7 @@ class Engine:
         if kind != "pipelined":
             block.stride = self._stride(send.nbytes, min(send.nbytes, self._slot))
         if has_behind:
-            block.add_reversed = reversed_loop(send.dtype, op.value)
+            block.add_reversed = reversed_loop(send.dtype, op)
         return KernelCall(_kind(kind), block, (bounds,))
 
     def plan_reduce(
@@ -473,6 +473,6 @@ class Engine:
         block.out = 0 if out is None else address(out)
         if op is not None and send is not None:
             block.itemsize = send.itemsize
-            found = loops(send.dtype, op.value, of_two=self.size == 2)
+            found = loops(send.dtype, op, of_two=self.size == 2)
             block.fill, block.start, block.add, block.save = found
         return block

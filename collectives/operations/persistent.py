@@ -75,7 +75,9 @@ def plan_allreduce(
     with begin_call(group, "plan_allreduce", timeout) as call:  # step 2
         array = plan_buffers.pin(call, x)
         scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
-        way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
+        way = lowering.lower(
+            op, array.dtype, group.size, scales, operation=call.operation, algorithm=algorithm
+        )
         call.describe(  # step 4
             op=op.value, dtype=array.dtype, shape=array.shape, **scales, algorithm=algorithm
         )
@@ -218,7 +220,9 @@ def plan_reduce_scatter(
         loan = host_arrays.host_view(x, operation=call.operation)
         array = plan_buffers.pin(call, x)
         scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
-        way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
+        way = lowering.lower(
+            op, array.dtype, group.size, scales, operation=call.operation, algorithm=algorithm
+        )
         shares = row_counts.split_counts(call, array, counts)
         shape, target, give_back = (shares[group.rank], *array.shape[1:]), None, loan.restore
         if out is not None:

@@ -14,9 +14,9 @@ from typing import Any, overload
 
 import numpy as np
 
-from collectives.arrays import host_arrays, lowering
+from collectives.arrays import host_arrays, lowering, reduction
 from collectives.arrays.host_arrays import Array, HostArgument
-from collectives.arrays.reduction import LOCATING, LOWERED, MEAN, Op
+from collectives.arrays.reduction import LOCATING, MEAN, Op
 from collectives.calls import counts as row_counts
 from collectives.calls.call import begin_call
 from collectives.calls.fast_path import Given
@@ -139,12 +139,14 @@ def allreduce(
         on_devices = group.state_of(DeviceOperations)
         scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
         loan: HostArgument | DeviceArgument | None = None
-        # Scales and lowered ops compute on the host, in a private copy.
-        if not scales and op not in LOWERED:
+        # Scales, lowered ops and operations of the user compute on the host.
+        if not scales and not reduction.is_on_host(op):
             loan = on_devices.borrow(call.operation, x, out, algorithm)
         loan = loan or host_arrays.host_view(x, out, operation=call.operation)  # step 3
         array = loan.host if isinstance(loan, HostArgument) else loan
-        way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
+        way = lowering.lower(
+            op, array.dtype, group.size, scales, operation=call.operation, algorithm=algorithm
+        )
         codec = None
         # Top-k rejects what it cannot add; the others send it unchanged.
         if way is None or way.dtype == array.dtype or compression.fraction is not None:
@@ -251,7 +253,9 @@ def reduce(
         array = loan.host
         call.check_root(root)
         scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
-        way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
+        way = lowering.lower(
+            op, array.dtype, group.size, scales, operation=call.operation, algorithm=algorithm
+        )
         call.describe(  # step 4
             op=op.value, dtype=array.dtype, shape=array.shape, root=root, **scales,
             algorithm=algorithm,
@@ -345,7 +349,9 @@ def reduce_scatter(
         loan = host_arrays.host_view(x, operation=call.operation)  # step 3
         array = loan.host
         scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
-        way = lowering.lower(op, array.dtype, group.size, scales, operation=call.operation)
+        way = lowering.lower(
+            op, array.dtype, group.size, scales, operation=call.operation, algorithm=algorithm
+        )
         shares = row_counts.split_counts(call, array, counts)
         shape = (shares[group.rank], *array.shape[1:])
         target, give_back = None, loan.restore

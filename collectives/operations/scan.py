@@ -111,7 +111,7 @@ def exscan(
     Arguments, cost, order and errors as `scan`; `out` is unused on rank 0.
 
     Returns:
-        As `scan`; None on rank 0.
+        As `scan`; on rank 0 None, or the identity of an op of `collectives.operation` that has one.
 
     Example:
         >>> import collectives as cc
@@ -130,35 +130,40 @@ def _scan(
 ) -> Any:
     with begin_call(group, operation, timeout) as call:  # step 2
         inclusive = operation == "scan"
-        has_result = inclusive or group.rank > 0
-        # Rank 0 has no result of `exscan`, so its `out` may be of any kind.
+        # None also for a wrong op, which `check` reports.
+        own = reduction.RULES[op].own if reduction.is_on_host(op) else None
+        identity = None if own is None else own.identity
+        has_result = inclusive or group.rank > 0 or identity is not None
+        # Without a result of `exscan`, `out` of rank 0 may be of any kind.
         loan = host_arrays.host_view(x, out if has_result else None, operation=operation)  # step 3
         array = loan.host
-        reduction.check(op, array.dtype, operation=operation)
+        reduction.check(op, array.dtype, operation=operation, algorithm=algorithm)
         call.describe(
             op=op.value, dtype=array.dtype, shape=array.shape, algorithm=algorithm
         )  # step 4
-        own, work = host_arrays.flat(array), reduction.work_dtype(array.dtype)
+        flat, work = host_arrays.flat(array), reduction.work_dtype(array.dtype)
         if engine := call.engine_for(algorithm):  # step 6
-            total = _in_memory(call, engine, own, work, op)
+            total = _in_memory(call, engine, flat, work, op)
         else:
             # By messages `exclusive` does not compare calls, so they are compared here.
             call.agree()
             before = selection.SCANS["prefix" if algorithm == "auto" else algorithm]
             # A private copy, which the rounds may change; 16-bit floats are widened once.
             total = before(
-                group.transport, _term(own.astype(work), op, group.size), op, call.deadline
+                group.transport, _term(flat.astype(work), op, group.size), op, call.deadline
             )
         if not has_result:
             return None
         count = group.rank + inclusive
         # Rank 0 of a `scan`: its own array is the result.
-        if total is None:
-            total = own.astype(work)
+        if total is None and not inclusive:
+            total = np.full(flat.size, identity, work)
+        elif total is None:
+            total = flat.astype(work)
         else:
             if inclusive:
                 # The own array is last, so that the order of the sum is the order of ranks.
-                reduction.combine(op)(total, _term(own, op, group.size))
+                reduction.combine(op)(total, _term(flat, op, group.size))
             # After the sum, because each rank divides by another number.
             if op is MEAN:
                 with reduction.ignore_float_errors():

@@ -15,7 +15,7 @@ import numpy as np
 from collectives.algorithms import compressed, selection
 from collectives.arrays import host_arrays, reduction
 from collectives.arrays.host_arrays import Array
-from collectives.arrays.reduction import MEAN, Op
+from collectives.arrays.reduction import MEAN, RULES, Op
 from collectives.calls import signature_check
 from collectives.calls.call import Call
 from collectives.kernels.compression import Codec
@@ -70,15 +70,18 @@ def allreduce_compared(call: Call, send: Array, out: Array, how: ReduceSpec) -> 
             codec=codec, contribution=send, divisor=divisor,
         )  # fmt: skip
         return
-    narrow = algorithm == "auto" and reduction.work_dtype(send.dtype) != send.dtype
+    own = RULES[op].own
+    # The packed ring has the loops of predefined ops only.
+    narrow = own is None and algorithm == "auto" and reduction.work_dtype(send.dtype) != send.dtype
     if narrow and selection.pick("allreduce", send.nbytes, group.layout) == "ring":
         # Send 16-bit elements, half the bytes of a float32 ring, and add them in float32.
         buffer = host_arrays.flat_copy(send, out, send.dtype)
         compressed.allreduce_packed(group.transport, buffer, op, call.deadline, divisor=divisor)
     else:
         buffer = _contribution(call, send, out, op)
-        run = call.algorithm("allreduce", algorithm, send.nbytes, levels)
-        run(buffer, op, call.deadline)
+        if not _in_rank_order(call, buffer, op):
+            run = call.algorithm("allreduce", algorithm, send.nbytes, levels)
+            run(buffer, op, call.deadline)
     host_arrays.copy_to(buffer, out)
 
 
@@ -88,8 +91,9 @@ def reduce(call: Call, send: Array, out: Array | None, how: ReduceSpec, root: in
     out = out if call.group.rank == root else None
     if (buffer := _reduce_eager(call, send, how)) is None:
         buffer = _contribution(call, send, out, how.op)
-        run = call.algorithm("reduce", how.algorithm, send.nbytes)
-        run(buffer, how.op, root, call.deadline)
+        if not _in_rank_order(call, buffer, how.op):
+            run = call.algorithm("reduce", how.algorithm, send.nbytes)
+            run(buffer, how.op, root, call.deadline)
     if out is not None:
         host_arrays.copy_to(buffer, out)
 
@@ -101,8 +105,9 @@ def reduce_scatter(
     if (buffer := _reduce_eager(call, send, how)) is None:
         # Without `out`: this buffer holds all chunks, and `out` only the chunk of this rank.
         buffer = _contribution(call, send, None, how.op)
-        run = call.algorithm("reduce_scatter", how.algorithm, send.nbytes)
-        run(buffer, bounds, how.op, call.deadline)
+        if not _in_rank_order(call, buffer, how.op):
+            run = call.algorithm("reduce_scatter", how.algorithm, send.nbytes)
+            run(buffer, bounds, how.op, call.deadline)
     host_arrays.copy_to(buffer[bounds[call.group.rank] : bounds[call.group.rank + 1]], out)
 
 
@@ -143,6 +148,16 @@ def _reduce_eager(call: Call, send: Array, how: ReduceSpec) -> Array | None:
         return call.reduce_eager(_contribution(call, send, None, how.op), how.op)
     call.agree()
     return None
+
+
+def _in_rank_order(call: Call, buffer: Array, op: Op) -> bool:
+    """Reduce over all ranks by a tree from rank 0, if the order of operands matters; whether so."""
+    own = RULES[op].own
+    if own is None or own.commutative:
+        return False
+    # Other algorithms, and trees of another root, combine from the middle of the ranks on.
+    call.algorithm("allreduce", "tree", buffer.nbytes)(buffer, op, call.deadline)
+    return True
 
 
 def _contribution(call: Call, send: Array, out: Array | None, op: Op) -> Array:

@@ -82,7 +82,7 @@ def ops(operation: str, dtype: np.dtype[Any]) -> list[Op | None]:
     """Return the ops to test an operation with; [None] if it reduces nothing."""
     if operation not in REDUCTIONS:
         return [None]
-    return [op for op in Op if is_defined(op, dtype)]
+    return [op for op in reduction.OPS if is_defined(op, dtype)]
 
 
 def options(operation: str, op: Op | None, root: int) -> dict[str, Any]:

@@ -301,7 +301,7 @@ def test_importing_loads_no_compiler():
 def test_all_ops_are_known_to_the_loops():
     from collectives.kernels import combine, float16
 
-    straight = set(reduction.Op) - {*reduction.LOWERED, *reduction.LOCATING}
+    straight = set(reduction.OPS) - {*reduction.LOWERED, *reduction.LOCATING}
     functions = {rule.function for op, rule in reduction.RULES.items() if op in straight}
     assert {*combine.FUNCTIONS, *combine.BITWISE} == functions
     assert set(reduction.RULES) == straight | set(reduction.LOWERED)

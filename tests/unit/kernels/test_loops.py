@@ -95,13 +95,13 @@ def test_two_at_once_have_the_bits_of_two_by_steps(dtype, op):
     dtype = np.dtype(dtype)
     if not oracle.is_defined(op, dtype):
         pytest.skip("not defined")
-    whole = loops.loops(dtype, op.value, of_two=True)
+    whole = loops.loops(dtype, op, of_two=True)
     assert whole.fill == whole.save == 0
     for count in COUNTS:
         a, b = operands(dtype, count)
         count = a.size
         with np.errstate(all="ignore"):
-            expected = by_steps(loops.loops(dtype, op.value), a, b).tobytes()
+            expected = by_steps(loops.loops(dtype, op), a, b).tobytes()
         for place in (np.copy, moved):
             result = place(np.zeros_like(a))
             call(whole.start, result, place(a), place(b), count)
@@ -110,14 +110,14 @@ def test_two_at_once_have_the_bits_of_two_by_steps(dtype, op):
             call(whole.add, result, place(b), count, 2)
             assert result.tobytes() == expected
             result = place(b)
-            call(loops.reversed_loop(dtype, op.value), result, place(a), count, 2)
+            call(loops.reversed_loop(dtype, op), result, place(a), count, 2)
             assert result.tobytes() == expected
 
 
 @pytest.mark.parametrize("dtype", HALVES, ids=str)
 def test_a_mean_of_halves_has_the_bits_of_the_divided_sum_unless_that_overflows(dtype):
     a, b = operands(dtype, 333)
-    arrays, found, count = (a, b, a[::-1].copy()), loops.loops(dtype, "MEAN"), a.size
+    arrays, found, count = (a, b, a[::-1].copy()), loops.loops(dtype, cc.MEAN), a.size
     total, result = np.empty(count, np.float32), np.empty_like(a)
     call(found.start, total, a, b, count)
     call(found.add, total, arrays[2], count, 3)
@@ -161,14 +161,14 @@ def test_every_nan_has_the_bits_of_numpys(dtype, op):
     with np.errstate(all="ignore"):
         wide = [x if dtype.kind == "c" else x.astype(np.float64) for x in (a, b)]
         is_nan = np.isnan(parts_of(UFUNCS[op](*wide)))
-    whole, count = loops.loops(dtype, op.value, of_two=True), a.size
+    whole, count = loops.loops(dtype, op, of_two=True), a.size
     results = {name: np.zeros_like(a) for name in ("start", "steps", "add", "behind")}
     call(whole.start, results["start"], a, b, count)
-    results["steps"][...] = by_steps(loops.loops(dtype, op.value), a, b)
+    results["steps"][...] = by_steps(loops.loops(dtype, op), a, b)
     results["add"][...] = a
     call(whole.add, results["add"], b, count, 2)
     results["behind"][...] = b
-    call(loops.reversed_loop(dtype, op.value), results["behind"], a, count, 2)
+    call(loops.reversed_loop(dtype, op), results["behind"], a, count, 2)
     for name, result in results.items():
         numbers = parts_of(result)
         found = numbers.view(f"u{numbers.itemsize}")[is_nan]

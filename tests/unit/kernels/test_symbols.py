@@ -44,13 +44,14 @@ def halves(half):
 def loops(*dtypes):
     """The loops of the rounds on a node, called by address."""
     import ctypes
+    from collectives.arrays import reduction
     from collectives.kernels import loops as kernels
 
     for dtype in map(np.dtype, dtypes):
         for op, expected in {"SUM": 5, "MEAN": 2.5, "MIN": 2, "MAX": 3, "PRODUCT": 6}.items():
             if op in {"c": ("MIN", "MAX"), "i": ("MEAN",)}.get(dtype.kind, ()):
                 continue
-            found = kernels.loops(dtype, op)
+            found = kernels.loops(dtype, getattr(reduction, op))
 
             kind = ctypes.CFUNCTYPE(None, *[ctypes.c_int64] * 4)
 
