@@ -44,6 +44,8 @@ from collectives.fusion.buckets import Buckets
 from collectives.kernels.compression import BF16, FP16, INT8, NONE, TOPK, Compression
 from collectives.launch.abort_hook import exit_all
 from collectives.launch.open_mpi import is_fault_tolerant
+from collectives.operations.neighbours import Neighbours
+from collectives.operations.own_operations import operation
 from collectives.plans.planner import Plan
 from collectives.tracing.timeline import timeline_span
 from collectives.transport.header import Envelope
@@ -77,12 +79,14 @@ __all__ = [
     "Envelope",
     "LaunchError",
     "MismatchError",
+    "Neighbours",
     "PeerFailure",
     "Plan",
     "Request",
     "exit_all",
     "from_mpi",
     "is_fault_tolerant",
+    "operation",
     "timeline_span",
 ]
 # `world.__all__` is maintained there, beside the functions.

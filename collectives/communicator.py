@@ -21,6 +21,7 @@ from collectives.fusion import plan_buckets as plan
 from collectives.launch import processes
 from collectives.operations import broadcast as broadcasts
 from collectives.operations import gather_scatter, objects, persistent, shrink, sparse
+from collectives.operations import neighbours as neighbourhoods
 from collectives.operations import reduce as reductions
 from collectives.operations import scan as scans
 from collectives.operations import split as groups
@@ -241,6 +242,7 @@ class Communicator:
     plan_allgather = _operation(persistent.plan_allgather)
     plan_reduce_scatter = _operation(persistent.plan_reduce_scatter)
     plan_buckets = _operation(plan.plan_buckets)
+    neighbours = _operation(neighbourhoods.neighbours)
     agree = _operation(shrink.agree)
 
     allreduce_async = _operation(nonblocking_twin(reductions.allreduce))

@@ -61,6 +61,7 @@ __all__ = [
     "isend",
     "local_rank",
     "local_size",
+    "neighbours",
     "node_rank",
     "num_nodes",
     "plan_allgather",
@@ -397,4 +398,5 @@ plan_allreduce = _on_world(Communicator.plan_allreduce)
 plan_broadcast = _on_world(Communicator.plan_broadcast)
 plan_allgather = _on_world(Communicator.plan_allgather)
 plan_reduce_scatter = _on_world(Communicator.plan_reduce_scatter)
+neighbours = _on_world(Communicator.neighbours)
 plan_buckets = _on_world(Communicator.plan_buckets)
