@@ -63,6 +63,7 @@ class OptimizerOptions(TypedDict, total=False):
     compare_every: int | None
     sync_every: SyncEvery | None
     outer: Any
+    neighbours: Any
     shard_state: bool
     delay: int
     strategy: Any
@@ -99,6 +100,7 @@ def DistributedOptimizer(
     compare_every: int | None = None,
     sync_every: SyncEvery | None = None,
     outer: Any = None,
+    neighbours: Any = None,
     shard_state: bool = False,
     delay: int = 0,
     strategy: Any = None,
@@ -154,6 +156,10 @@ def DistributedOptimizer(
             ranks of their change, in place of the average, such as
             `strategies.optimizers.Nesterov(0.7)` (DiLoCo). For an optimizer of Optax one of Optax,
             otherwise one of `strategies.optimizers`.
+        neighbours: each rank steps by its own gradients, then averages its parameters with its
+            neighbours' (gossip), for arrays and PyTorch: a graph of `Communicator.neighbours`, such
+            as "ring" or "exponential". The parameters then differ between ranks. None averages over
+            all ranks.
         shard_state: each rank updates a part of every parameter and holds the optimizer's state of
             that part alone (ZeRO, stage 1), for elementwise optimizers of arrays and PyTorch.
         delay: 1: each step applies the average of the last one, while its own gradients travel
@@ -198,6 +204,8 @@ def DistributedOptimizer(
         compare_every=compare_every,
         sync_every=sync_every,
         outer=outer,
+        # A list, because arrays have no single truth value in comparisons.
+        neighbours=neighbours.tolist() if hasattr(neighbours, "tolist") else neighbours,
         shard_state=shard_state,
         delay=delay,
     )
@@ -226,6 +234,11 @@ def DistributedOptimizer(
             raise ValueError(
                 "DistributedOptimizer: a compiled step waits for its averages, delay is for arrays "
                 f"and PyTorch, got {type(optimizer).__name__}"
+            )
+        if rule.neighbours is not None and facts[0] == _JAX:
+            raise ValueError(
+                "DistributedOptimizer: the parameters of a compiled step cannot be changed in "
+                f"place, neighbours is for arrays and PyTorch, got {type(optimizer).__name__}"
             )
         if strategy is not None:
             # `facts[0]` is the kind, which decides what a strategy can do with it.
@@ -284,14 +297,14 @@ def _recognise(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]
 
 
 def _wrap_arrays(optimizer: Any, comm: cc.Communicator, rule: AveragingOptions) -> Any:
-    if rule.sync_every is not None:
+    if rule.sync_every is not None or rule.neighbours is not None:
         return LocalOptimizer(optimizer, comm, rule)
     kind = ShardedOptimizer if rule.shard_state else AveragingOptimizer
     return kind(optimizer, comm, rule)
 
 
 def _wrap_torch(optimizer: Any, names: Any, comm: cc.Communicator, rule: AveragingOptions) -> Any:
-    if rule.sync_every is not None:
+    if rule.sync_every is not None or rule.neighbours is not None:
         from strategies.torch.local_steps import LocalTorchOptimizer
 
         return LocalTorchOptimizer(optimizer, names, comm, rule)

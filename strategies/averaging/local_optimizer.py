@@ -9,7 +9,8 @@ from typing import Any
 import collectives as cc
 from collectives.extend import known_as
 from strategies.averaging.consistency import settings_of
-from strategies.averaging.local_steps import KEY, LocalRounds
+from strategies.averaging.gossip import rounds_of
+from strategies.averaging.local_steps import KEY
 from strategies.averaging.optimizer import (
     ArrayOptimizer,
     Pair,
@@ -29,6 +30,8 @@ __all__ = ["LocalOptimizer"]
 class LocalOptimizer:
     """Steps by the gradients of this rank, and averages the variables every `sync_every` steps.
 
+    With `neighbours` it averages them in every step, with some ranks: each step ends a round.
+
     Returned by `DistributedOptimizer`. Pickling or copying returns the wrapped optimizer.
 
     Args:
@@ -43,7 +46,7 @@ class LocalOptimizer:
         self, optimizer: ArrayOptimizer, comm: cc.Communicator, rule: AveragingOptions
     ) -> None:
         self.optimizer = optimizer
-        self._rounds = LocalRounds(comm, rule, partial(settings_of, optimizer))
+        self._rounds = rounds_of(comm, rule, partial(settings_of, optimizer))
 
     def __reduce__(self) -> tuple[Any, ...]:
         # A communicator belongs to a process, so a copy is the wrapped optimizer.

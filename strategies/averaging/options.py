@@ -24,19 +24,33 @@ Early = bool | Literal["auto"]
 SyncEvery = int | Callable[[int], int]
 """Number of local steps per synchronization, or a function of the steps already taken."""
 
+# Options that steps by a rank's own gradients exclude.
+_OWN_STEPS = {
+    "op": "parameters are averaged, not gradients",
+    "backward_passes_per_step": "each rank accumulates as many passes as it likes",
+    "allow_partial_steps": "each rank accumulates as many passes as it likes",
+    "gradient_predivide_factor": "parameters are averaged, not gradients",
+    "average_aggregated_gradients": "each rank accumulates as many passes as it likes",
+    "clip_global_norm": "each rank steps by its own gradients and clips them itself",
+    "sparse_as_dense": "parameters are averaged, not gradients",
+    "shard_state": "each rank needs the state of its own steps",
+}
+
 # Option -> the options that it excludes, each with the reason.
 _EXCLUDED = {
     "sync_every": {
-        "op": "parameters are averaged, not gradients",
-        "backward_passes_per_step": "each rank accumulates as many passes as it likes",
-        "allow_partial_steps": "each rank accumulates as many passes as it likes",
-        "gradient_predivide_factor": "parameters are averaged, not gradients",
-        "average_aggregated_gradients": "each rank accumulates as many passes as it likes",
-        "clip_global_norm": "each rank steps by its own gradients and clips them itself",
-        "sparse_as_dense": "parameters are averaged, not gradients",
+        **_OWN_STEPS,
         "overlap": "only every k-th step communicates",
-        "shard_state": "each rank needs the state of its own steps",
         "delay": "the difference of a round is not a gradient",
+    },
+    "neighbours": {
+        **_OWN_STEPS,
+        "overlap": "parameters are averaged after the step",
+        "delay": "parameters are averaged after the step",
+        "sync_every": "neighbours average in every step",
+        "compression": "neighbours send all bits of their parameters",
+        "bucket_bytes": "all parameters of a dtype are sent at once",
+        "compare_every": "the parameters of ranks differ after the first step",
     },
     "shard_state": {
         "compression": "a reduce-scatter sends all bits",
@@ -70,6 +84,7 @@ class AveragingOptions:
     compare_every: int | None = None
     sync_every: SyncEvery | None = None
     outer: Any = None
+    neighbours: Any = None
     shard_state: bool = False
     delay: int = 0
 

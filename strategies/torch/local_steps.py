@@ -10,7 +10,8 @@ import torch
 
 import collectives as cc
 from collectives.extend import known_as
-from strategies.averaging.local_steps import KEY, LocalRounds
+from strategies.averaging.gossip import rounds_of
+from strategies.averaging.local_steps import KEY
 from strategies.averaging.options import AveragingOptions
 from strategies.core import array_ops
 from strategies.replicas.context import require_one_replica
@@ -23,6 +24,8 @@ __all__ = ["LocalTorchOptimizer"]
 @known_as("DistributedOptimizer")
 class LocalTorchOptimizer(OptimizerProxy):
     """A PyTorch optimizer that averages the parameters of all ranks every `sync_every` steps.
+
+    With `neighbours` it averages them in every step, with some ranks: each step ends a round.
 
     Returned by `DistributedOptimizer`. `param_groups`, `state` and `defaults` are those of the
     wrapped optimizer, which steps by the gradients of this rank alone.
@@ -41,7 +44,7 @@ class LocalTorchOptimizer(OptimizerProxy):
         self.optimizer = optimizer
         # A copy, which also gets names for parameters that are added later.
         self._names = dict(names)
-        self._rounds = LocalRounds(comm, rule, partial(settings_of, optimizer))
+        self._rounds = rounds_of(comm, rule, partial(settings_of, optimizer))
 
     @property
     def comm(self) -> cc.Communicator:
@@ -113,7 +116,7 @@ class LocalTorchOptimizer(OptimizerProxy):
         raise ValueError(
             "step: a loss scaler skips the steps of this rank alone, so that ranks would "
             "synchronize in different steps, expected bfloat16, which needs no scaler, with "
-            "sync_every"
+            "sync_every and neighbours"
         )
 
     def _parameters(self) -> dict[str, Any]:

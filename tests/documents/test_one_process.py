@@ -22,6 +22,7 @@ SHORT = {
     "eight_bit_weights": "--hidden 256",
     "elastic_digits": "--epochs 2",
     "ensemble_of_devices": "--epochs 1 --batches 2",
+    "gossip": "--epochs 1",
     "horovod_digits": "",
     "hyper_parameter_search": "--trials 2 --epochs 1",
     "jax_devices": "--epochs 1",
