@@ -427,7 +427,9 @@ def of_mpi4py() -> dict:
         "`allreduce((number, rank), MPI.MINLOC)`, `MAXLOC`": lambda: equal(
             comm.allreduce((-comm.rank, comm.rank), op=cc.MINLOC), [-1, 1]
         ),
-        "`Op.Create`": None,
+        "`Op.Create(f)`": lambda: equal(
+            comm.allreduce(comm.rank + 1, op=cc.operation(lambda a, b: a + b)), 3
+        ),
         "`Bcast(x, 0)`": broadcast,
         "`bcast(obj, 0)`, `allgather(obj)`": objects,
         "`gather(obj)`, `scatter(objs)`": some_objects,
@@ -440,7 +442,10 @@ def of_mpi4py() -> dict:
         "`Alltoallv`": other_counts,
         "`Reduce_scatter_block`, `Reduce_scatter`": shares,
         "`Scan(x, out, MPI.SUM)`, `Exscan`": scans,
-        "`Alltoallw`, neighbourhood collectives": missing("alltoallw"),
+        "`Alltoallw`": missing("alltoallw"),
+        "neighbourhood collectives": lambda: equal(
+            comm.neighbours("ring").average(float(comm.rank)), 0.5
+        ),
         "`Iallreduce`, `Ibcast`, ...; `req.Wait()`, `req.Test()`": request,
         "`Send`, `Recv`": one_way,
         "`Isend`, `Irecv`": by_request,
