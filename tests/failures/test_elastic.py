@@ -220,10 +220,10 @@ GOSSIP = LOCAL.replace("sync_every=4, compression=cc.FP16.with_feedback()", 'nei
 
 
 def test_gossip_goes_on_among_the_surviving_ranks(tmp_path):
-    # On a ring of three ranks or two, an average is over all of them: 6 steps of 8/3 and 6 of 3/2.
+    # On a ring of three ranks or two, an average is over all of them: 6 steps of 8/3 and 6 of 3.
     head = "    from strategies.checkpoint import PerRank"
     result, told = start(tmp_path, head + GOSSIP, "step=6,rank=1,kind=kill", "3", size=3)
-    assert result.stdout.count("weights 25.0 0.0 2") == 2, result
+    assert result.stdout.count("weights 34.0 0.0 2") == 2, result
     assert {event["commit"] for event in of_kind(told, "recovered")} == {6}
 
 
