@@ -19,8 +19,9 @@ MOST = 1 << 32
 # Elements of a slice, which stays in a core's cache (512 KiB) while several loops pass over it.
 _SLICE = 1 << 17
 
-# One element of so many is a sample, whose largest elements bound the search. 16 MiB then take 6 ms
-# on one core, and 40 ms if all elements are compared. Odd, so that samples leave no column out.
+# Distance of the elements of a sample, whose largest elements bound the search. 16 MiB then take
+# 6 ms on one core, and 40 ms if all elements are compared. Odd, so that samples leave no column
+# out.
 _SPACING = 61
 
 # All bits of a float32 but its sign.
@@ -36,8 +37,8 @@ def entries(source: Array, fraction: float, divisor: int, residual: Array | None
         source: shape (n,), float32 or float64, n <= `MOST`; not changed.
         fraction: of the elements, rounded up.
         divisor: divides the source before the choice.
-        residual: shape and dtype of `source`, added to the quotient and then replaced by what is
-            not sent; values that are not finite are dropped. None without feedback.
+        residual: shape and dtype of `source`, added to the quotient and then replaced by the
+            rest; values that are not finite are dropped. None without feedback.
 
     Returns:
         shape (ceil(fraction n),), dtype `ENTRY`, sorted by index.

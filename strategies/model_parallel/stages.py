@@ -48,7 +48,7 @@ def one_forward_one_backward(
 
 
 class Stages:
-    """A sequence of PyTorch modules, of which each rank has a few consecutive ones.
+    """A sequence of PyTorch modules, divided into consecutive parts, one per rank.
 
     Computes the same gradients as `torch.nn.Sequential(*modules)` in one process, except for the
     order of sums, and for modules that combine rows, such as batch normalization, or draw random
