@@ -13,6 +13,7 @@ from configuration import GPUS
 
 import strategies
 from cluster import Ending, SlurmCluster
+from pairwise import also
 from requirements import needs
 
 pytestmark = [pytest.mark.slurm, pytest.mark.xdist_group("machines")]
@@ -35,6 +36,8 @@ def accuracies(output: str) -> list[float]:
     [
         ("parameter_server", "mpirun", ["--scale", "--epochs", "15"]),
         ("spare_replicas", "srun --mpi=pmix", []),
+        also("parameter_server", "srun --mpi=pmix", ["--scale", "--epochs", "15"]),
+        also("spare_replicas", "mpirun", []),
     ],
 )
 def test_it_trains_the_digits_on_two_nodes(
@@ -72,12 +75,13 @@ def test_those_that_live_train_to_the_end_when_a_rank_dies(
     assert accuracy >= 0.96, output
 
 
+@pytest.mark.parametrize("launcher", ["mpirun", also("srun --mpi=pmix")])
 def test_a_sweep_trains_once_for_each_task_of_the_array(
-    slurm_cluster: SlurmCluster, tmp_path: Path
+    slurm_cluster: SlurmCluster, tmp_path: Path, launcher: str
 ) -> None:
     job = slurm_cluster.submit(
-        CHECKOUT / "slurm" / "sweep.sbatch", "--epochs", "20", array="1-2", cwd=tmp_path, env=HERE,
-        output=f"{tmp_path}/%a.out",
+        CHECKOUT / "slurm" / "sweep.sbatch", "--epochs", "20", array="1-2", cwd=tmp_path,
+        env=HERE | {"UNISONO_LAUNCHER": launcher}, output=f"{tmp_path}/%a.out",
     )  # fmt: skip
     for task in ("1", "2"):
         results = tmp_path / f"runs/sweep-{job}/{task}"
@@ -93,11 +97,12 @@ def test_a_sweep_trains_once_for_each_task_of_the_array(
     assert first[-1]["loss"] != second[-1]["loss"], "another learning rate each"
 
 
-def test_a_rank_for_each_gpu(slurm_cluster: SlurmCluster, tmp_path: Path) -> None:
+@pytest.mark.parametrize("launcher", ["mpirun", also("srun --mpi=pmix")])
+def test_a_rank_for_each_gpu(slurm_cluster: SlurmCluster, tmp_path: Path, launcher: str) -> None:
     needs("torch")
-    script = CHECKOUT / "slurm" / "gpu.sbatch"
-    job = slurm_cluster.submit(script, cwd=tmp_path, env=HERE)
-    wrong = slurm_cluster.submit(script, cwd=tmp_path, env=HERE, nodes=2, ntasks=GPUS + 1)
+    script, env = CHECKOUT / "slurm" / "gpu.sbatch", HERE | {"UNISONO_LAUNCHER": launcher}
+    job = slurm_cluster.submit(script, cwd=tmp_path, env=env)
+    wrong = slurm_cluster.submit(script, cwd=tmp_path, env=env, nodes=2, ntasks=GPUS + 1)
     ending = slurm_cluster.wait(job, JOB_SECONDS)
     assert ending == Ending("COMPLETED", 0), slurm_cluster.output(job)
     assert accuracies(slurm_cluster.output(job))[0] >= 0.96
