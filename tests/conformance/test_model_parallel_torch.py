@@ -6,9 +6,10 @@ import pytest
 import collectives as cc
 from requirements import installed
 from strategies import model_parallel
-from strategies.model_parallel import torch as parallel
 
 torch = installed("torch")
+
+from strategies.model_parallel import torch as parallel  # noqa: E402
 
 
 def tensor(comm, number, *shape, requires_grad=True):

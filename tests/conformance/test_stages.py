@@ -6,9 +6,10 @@ import pytest
 import collectives as cc
 import strategies
 from requirements import installed
-from strategies.model_parallel.torch import Stages
 
 torch = installed("torch")
+
+from strategies.model_parallel.torch import Stages  # noqa: E402
 
 WIDTH, ROWS = 6, 11
 

@@ -304,7 +304,9 @@ def test_all_ops_are_known_to_the_loops():
     straight = set(reduction.OPS) - {*reduction.LOWERED, *reduction.LOCATING}
     functions = {rule.function for op, rule in reduction.RULES.items() if op in straight}
     assert {*combine.FUNCTIONS, *combine.BITWISE} == functions
-    assert set(reduction.RULES) == straight | set(reduction.LOWERED)
+    # Other tests may have added operations of their own.
+    named = {op for op, rule in reduction.RULES.items() if rule.own is None}
+    assert named == straight | set(reduction.LOWERED)
     assert {FP16.dtype, BF16.dtype} == set(HALVES)
     assert set(float16.CONVERSIONS) == {half.name for half in HALVES}
     assert compression.NONE.dtype is None
