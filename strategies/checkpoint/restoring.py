@@ -206,9 +206,9 @@ class _Restorer:
         array = self._name(node["array"][0])
         part = slice_of(live)
         if part is not None:
-            # The part changes in place, so the slice or distributed tensor itself stays.
-            self._array(node, part.array, name)
-            return live
+            made = self._array(node, part.array, name)
+            # A part that changes in place leaves the slice or distributed tensor as it is.
+            return live if made is part.array else Slice(made, part.start, part.shape)
         here = (tuple(live.shape), array_ops.dtype_name(live))
         # By name, because NumPy has no dtype object for PyTorch's dtypes.
         there = (array.shape, array_ops.dtype_name(array))
