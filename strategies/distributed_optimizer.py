@@ -228,7 +228,8 @@ def DistributedOptimizer(
         dispatch.check_unwrapped(optimizer)
         make, facts = _recognise(optimizer, named_parameters)
         _check_outer(rule.outer, facts[0])
-        if rule.shard_state:
+        # A transformation is checked by its first `init`, which has the shapes of parameters.
+        if rule.shard_state and facts[0] != _JAX:
             _check_elementwise(optimizer)
         if rule.delay and facts[0] == _JAX:
             raise ValueError(
@@ -287,9 +288,7 @@ def _recognise(optimizer: Any, named_parameters: Any) -> tuple[_Make, list[str]]
         return lambda comm, rule: _wrap_arrays(optimizer, comm, rule), [_ARRAYS]
     # Last, because many objects have methods of these names.
     if all(callable(getattr(optimizer, name, None)) for name in ("init", "update")):
-        from strategies.jax import transformation as of_jax
-
-        return lambda comm, rule: of_jax.wrap(optimizer, comm, rule), [_JAX]
+        return lambda comm, rule: _wrap_jax(optimizer, comm, rule), [_JAX]
     raise TypeError(
         "DistributedOptimizer: the optimizer has no apply_gradients, expected one of "
         "strategies.optimizers, of torch.optim or of Optax, got " + type(optimizer).__name__
@@ -315,6 +314,16 @@ def _wrap_torch(optimizer: Any, names: Any, comm: cc.Communicator, rule: Averagi
     from strategies.torch.optimizer import TorchOptimizer
 
     return TorchOptimizer(optimizer, names, comm, rule)
+
+
+def _wrap_jax(optimizer: Any, comm: cc.Communicator, rule: AveragingOptions) -> Any:
+    if rule.shard_state:
+        from strategies.jax import sharded_transformation
+
+        return sharded_transformation.wrap(optimizer, comm, rule)
+    from strategies.jax import transformation
+
+    return transformation.wrap(optimizer, comm, rule)
 
 
 def _check_elementwise(optimizer: Any) -> None:

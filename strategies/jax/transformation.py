@@ -8,30 +8,25 @@ own, because JAX runs them in its own thread while the program's thread continue
 
 from __future__ import annotations
 
-import copy
-from collections.abc import Sequence
 from typing import Any, NamedTuple
 
 import jax
 import jax.numpy as jnp
-import numpy as np
 import optax
 
 import collectives as cc
 from collectives.extend import known_as
-from strategies.averaging import consistency
-from strategies.averaging.accumulation import MIXED_EXAMPLES, GradientAccumulator
-from strategies.averaging.averaging import Averaging
-from strategies.averaging.consistency import Kind, fingerprint_of
-from strategies.averaging.options import OPERATION, AveragingOptions
-from strategies.averaging.parameter_spec import ParameterSpec
+from strategies.averaging.options import AveragingOptions
 from strategies.core.array_ops import COMPUTE
-from strategies.core.pytree import WHOLE
-from strategies.core.sparse import Rows
-from strategies.jax.host_calls import host_call
-from strategies.replicas.context import require_one_replica
+from strategies.jax.tree_average import TreeAverage
 
-__all__ = ["AveragingTransformation", "LocalStepsState", "MultiStepsState", "wrap"]
+__all__ = [
+    "AveragingTransformation",
+    "LocalStepsState",
+    "MultiStepsState",
+    "averaged",
+    "wrap",
+]
 
 # The name in errors, even in compiled programs: the user calls the transformation's `update`.
 _named = known_as("DistributedOptimizer.update")
@@ -93,18 +88,19 @@ def wrap(
     `examples=`, the number of rows of which this rank's gradients are the mean, except with
     `sync_every`, and passes other keywords on.
     """
-    inner = optax.with_extra_args_support(transformation)
-    # A private communicator, because JAX's thread may send while the program's thread does.
-    own = comm.split(0, comm.rank)
-    assert own is not None
-    average = _Average(own, rule)
+    return averaged(optax.with_extra_args_support(transformation), TreeAverage(comm, rule))
+
+
+def averaged(inner: Any, average: TreeAverage) -> AveragingTransformation:
+    """Return a transformation that passes averages to `inner`, whose `update` takes keywords."""
+    rule = average.rule
 
     @_named
     def update(
         updates: Any, state: Any, params: Any = None, *, examples: Any = None, **extra: Any
     ) -> tuple[Any, Any]:
-        averaged, due = average(updates, examples, 1, state)
-        made, changed = inner.update(averaged, state, params, **extra)
+        means, due = average(updates, examples, 1, state)
+        made, changed = inner.update(means, state, params, **extra)
         average.compare(due, params, state, made)
         return made, changed
 
@@ -113,11 +109,11 @@ def wrap(
         made = _with_passes(inner, average, rule.backward_passes_per_step)
     if rule.sync_every is not None:
         made = _with_local_steps(inner, average, rule)
-    made.comm = own
+    made.comm = average.comm
     return made
 
 
-def _with_passes(inner: Any, average: _Average, wanted: int) -> AveragingTransformation:
+def _with_passes(inner: Any, average: TreeAverage, wanted: int) -> AveragingTransformation:
     """Accumulate the gradients of `wanted` passes before each update."""
 
     def init(params: Any) -> MultiStepsState:
@@ -180,7 +176,7 @@ def _with_passes(inner: Any, average: _Average, wanted: int) -> AveragingTransfo
 
 
 def _with_local_steps(
-    inner: Any, average: _Average, rule: AveragingOptions
+    inner: Any, average: TreeAverage, rule: AveragingOptions
 ) -> AveragingTransformation:
     """Step by this rank's gradients, and average the parameters at the end of each round.
 
@@ -238,147 +234,3 @@ def _with_local_steps(
 def _weigh(gradient: Any, examples: Any) -> Any:
     """Multiply by the number of examples; a mean over no rows may be NaN."""
     return jnp.where(examples == 0, 0, gradient * examples).astype(gradient.dtype)
-
-
-def _name(path: Sequence[Any]) -> str:
-    """Return the name of a leaf of a tree."""
-    return jax.tree_util.keystr(path) or WHOLE
-
-
-def _float_scalars(state: Any) -> dict[str, Any]:
-    """Return the floating-point scalars of a state by name.
-
-    Learning rates (`optax.inject_hyperparams`, line searches), the scale of `reduce_on_plateau` and
-    its losses are such scalars. A state does not mark the scalars that updates depend on, so all
-    are compared; a rank's own loss in one of them is an error.
-    """
-    leaves, _ = jax.tree_util.tree_flatten_with_path(state)
-    return {
-        _name(path): leaf
-        for path, leaf in leaves
-        if isinstance(leaf, float)
-        or (getattr(leaf, "shape", None) == () and jnp.issubdtype(leaf.dtype, jnp.floating))
-    }
-
-
-def _plain(leaf: Any) -> Any:
-    """Return the data of a random key; other leaves unchanged."""
-    # A typed key has no elements that the host could read.
-    is_key = hasattr(leaf, "dtype") and jnp.issubdtype(leaf.dtype, jax.dtypes.prng_key)
-    return jax.random.key_data(leaf) if is_key else leaf
-
-
-def _like(array: Any) -> Any:
-    """Return an array of zeros with the shape and dtype of an array, in the memory of one zero."""
-    host = array if isinstance(array, jax.core.Tracer) else np.asarray(array)
-    return np.broadcast_to(np.zeros((), host.dtype), host.shape)
-
-
-class _Average:
-    """Averages trees of arrays, inside and outside compiled programs."""
-
-    def __init__(self, comm: cc.Communicator, rule: AveragingOptions) -> None:
-        self._settings: dict[str, Any] = {}
-        self._averaging = Averaging(comm, rule, lambda: self._settings)
-
-    def compare(self, due: Any, params: Any, state: Any, updates: Any) -> None:
-        """Compare the ranks' results of an average, if a comparison is due; *collective* then."""
-        rule = self._averaging.rule
-        if rule.compare == "nothing":
-            return
-        # Parameters may be None: an empty tree has no leaves.
-        trees: dict[Kind, Any] = {"parameter": params}
-        if rule.compare == "all":
-            trees |= {"state": state, "update": updates}
-        paths, _ = jax.tree_util.tree_flatten_with_path(trees)
-        names = [(path[0].key, _name(path[1:])) for path, _ in paths]
-        values = [_plain(value) for _, value in paths]
-
-        def on_the_host(own: _Average, hosts: Sequence[Any], results: Sequence[Any]) -> None:
-            named = zip(names, hosts, strict=True)
-            consistency.compare(
-                own._averaging.comm,
-                OPERATION,
-                lambda: [fingerprint_of(kind, name, value) for (kind, name), value in named],
-            )
-
-        # A value from a trace is enough: the whole comparison then belongs to the program.
-        if not any(isinstance(x, jax.core.Tracer) for x in [*values, due]):
-            if due:
-                on_the_host(self, values, [])
-        else:
-
-            def in_a_program(values: list[Any]) -> None:
-                host_call(on_the_host, self, [], values)
-
-            # The same on all ranks, so that all of them compare or none does.
-            jax.lax.cond(due, in_a_program, lambda values: None, values)
-
-    def __call__(
-        self, updates: Any, examples: Any, passes: int, state: Any, mixed: Any = False
-    ) -> tuple[Any, Any]:
-        """Return the same tree with the averages over all ranks, and whether a comparison is due.
-
-        Args:
-            updates: sums over `passes` passes; means over `examples` unless that is None.
-            examples: number of examples, or None.
-            passes: number of passes.
-            state: state of the wrapped transformation, whose `_float_scalars` are compared.
-            mixed: whether only some of the passes had examples; an error on all ranks.
-        """
-        require_one_replica("update")
-        paths, tree = jax.tree_util.tree_flatten_with_path(updates)
-        arrays = [array for _, array in paths]
-        names = [_name(path) for path, _ in paths]
-        told = examples is not None
-        scalars = _float_scalars(state)
-        settings = list(scalars)
-        for name, array in zip(names, arrays, strict=True):
-            if isinstance(array, Rows):
-                raise TypeError(
-                    f"DistributedOptimizer.update: expected a dense gradient, got Rows, which are "
-                    f"for strategies.optimizers, or with strategy= a parameter server (variable: "
-                    f"{name})"
-                )
-
-        def on_the_host(own: _Average, given: Sequence[Any], results: Sequence[Any]) -> None:
-            rows, mixed, *others = given
-            # For the checksum, which keeps them: XLA reuses the memory of the operands.
-            own._settings = dict(zip(settings, map(copy.copy, others), strict=False))
-            hosts = [np.asarray(value) for value in others[len(settings) :]]
-            error = ValueError(MIXED_EXAMPLES) if mixed else None
-            averages = own._average(leaves, hosts, float(rows) if told else None, passes, error)
-            for result, average in zip(results, [own._averaging.due, *averages], strict=True):
-                np.copyto(result, average)
-
-        leaves = [ParameterSpec.of(*pair) for pair in zip(names, map(_like, arrays), strict=True)]
-        # An array replaces a missing number.
-        rows = np.float32(0) if examples is None else examples
-        given = [rows, mixed, *scalars.values(), *arrays]
-        # The program must know shapes and dtypes of the results before it runs.
-        likes = [jax.ShapeDtypeStruct((), bool), *jax.eval_shape(lambda: arrays)]
-        if any(isinstance(x, jax.core.Tracer) for x in given):
-            due, *averages = host_call(on_the_host, self, likes, [jnp.asarray(x) for x in given])
-        else:
-            # New memory, because JAX keeps the arrays while the next step overwrites the buckets.
-            due, *hosts = results = [np.empty(like.shape, like.dtype) for like in likes]
-            on_the_host(self, given, results)
-            averages = [jnp.asarray(x) for x in hosts]
-        return jax.tree_util.tree_unflatten(tree, averages), due
-
-    def _average(
-        self,
-        leaves: Sequence[ParameterSpec],
-        hosts: Sequence[Any],
-        examples: float | None,
-        passes: int,
-        error: Exception | None,
-    ) -> list[Any]:
-        # The program has accumulated the passes, so one accumulation is enough.
-        whole = GradientAccumulator(1).add(hosts, examples=examples, error=error, count=passes)
-        assert whole is not None
-        averaged = self._averaging.average(leaves, whole)
-        # Clipped on the host, where all ranks hold the same averages.
-        self._averaging.clip(averaged)
-        # A gradient that no rank has means ranks without examples, which the average has rejected.
-        return averaged
