@@ -190,7 +190,6 @@ def test_a_closure_computes_the_gradients(comm):
 REFUSED = {
     "lars": (lambda: LARS(0.1), "expected an elementwise optimizer, .* got LARS"),
     "other": (lambda: type("Own", (), {"apply_gradients": None})(), "has no apply_gradients"),
-    "optax": (lambda: installed("optax").sgd(1.0), "expected an elementwise optimizer, one of str"),
     "lbfgs": (
         lambda: installed("torch").optim.LBFGS([installed("torch").zeros(2)]),
         "elementwise optimizer of torch.optim, one of ASGD .* got torch.optim.lbfgs.LBFGS",

@@ -19,10 +19,10 @@ HEAD = """
     rows = strategies.input.ShardedInput(
         range(180), lambda row: (row,), rank=comm.rank, size=comm.size, policy="file",
         num_epochs=None, seed=3)
-    checkpoints = strategies.CheckpointManager(sys.argv[1], comm)
 
-    def go(train_step, steps, **things):
+    def go(train_step, steps, sharded=False, **things):
         global session
+        checkpoints = strategies.CheckpointManager(sys.argv[1], comm, sharded=sharded)
         saver = Saver(checkpoints, rows=rows, **things)
         around = [hooks.StopAtStep(steps)]
         with checkpoints, TrainingSession(saver, save_steps=4, hooks=around) as session:
@@ -67,6 +67,21 @@ PROGRAMS = {
             updates, state = transformation.update(found, state, params)
             session.update(params=optax.apply_updates(params, updates), state=state, key=key)
         go(train_step, 14, params=params, state=state, key=key)
+    """,
+    "jax in parts": """
+        import jax, optax
+        transformation = strategies.DistributedOptimizer(optax.adam(0.1), shard_state=True)
+        params = {"w": jax.numpy.ones(8), "b": jax.numpy.zeros(())}
+        gradients = jax.grad(lambda p, x: ((p["w"] * x).sum() + p["b"] - 1) ** 2)
+        update = jax.jit(transformation.update)
+        def train_step():
+            params, slices = session["params"], session["slices"]
+            state = transformation.from_slices(slices)
+            updates, state = update(gradients(params, next(rows) / 100), state, params)
+            params = optax.apply_updates(params, updates)
+            session.update(params=params, slices=transformation.to_slices(state, params))
+        slices = transformation.to_slices(transformation.init(params), params)
+        go(train_step, 14, sharded=True, params=params, slices=slices)
     """,
     # Sums of small integers, halved at most: exact, whoever adds up how many of them.
     "exact": """
@@ -115,9 +130,11 @@ def deaths(tmp_path):
     return [(line["step"], line["rank"]) for line in told if line["event"] == "fault"]
 
 
-@pytest.mark.parametrize(("library", "victim"), [("numpy", 1), ("torch", 0), ("jax", 1)])
+@pytest.mark.parametrize(
+    ("library", "victim"), [("numpy", 1), ("torch", 0), ("jax", 1), ("jax in parts", 0)]
+)
 def test_a_killed_job_ends_with_the_same_bits(tmp_path, library, victim):
-    needs(*{"numpy": [], "torch": ["torch"], "jax": ["jax", "optax"]}[library])
+    needs(*{"numpy": [], "torch": ["torch"]}.get(library, ["jax", "optax"]))
     start(tmp_path, library, "whole", 2)
     start(tmp_path, library, "parts", 2, f"step=10,rank={victim},kind=kill")
     assert deaths(tmp_path) == [(10, victim)]
