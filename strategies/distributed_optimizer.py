@@ -161,7 +161,9 @@ def DistributedOptimizer(
             as "ring" or "exponential". The parameters then differ between ranks. None averages over
             all ranks.
         shard_state: each rank updates a part of every parameter and holds the optimizer's state of
-            that part alone (ZeRO, stage 1), for elementwise optimizers of arrays and PyTorch.
+            that part alone (ZeRO, stage 1), for elementwise optimizers. A transformation of Optax
+            is tried in its first `init`, which raises `ValueError` if it is not elementwise; its
+            `update` needs the parameters.
         delay: 1: each step applies the average of the last one, while its own gradients travel
             until the next, for arrays and PyTorch. The first step changes nothing, and the
             gradients of the last step are not applied.

@@ -207,7 +207,7 @@ class _Restorer:
         part = slice_of(live)
         if part is not None:
             made = self._array(node, part.array, name)
-            # A part that changes in place leaves the slice or distributed tensor as it is.
+            # A part that changes in place stays in its slice or distributed tensor.
             return live if made is part.array else Slice(made, part.start, part.shape)
         here = (tuple(live.shape), array_ops.dtype_name(live))
         # By name, because NumPy has no dtype object for PyTorch's dtypes.

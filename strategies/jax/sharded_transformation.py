@@ -42,7 +42,7 @@ class ShardedState(NamedTuple):
 
 
 class ShardedTransformation(AveragingTransformation):
-    """An Optax transformation of which each rank holds a part of the state.
+    """An Optax transformation whose state is divided among the ranks.
 
     Its state is a `ShardedState`, and `update` needs the parameters.
     """
@@ -52,7 +52,7 @@ class ShardedTransformation(AveragingTransformation):
     def to_slices(self, state: Any, params: Any) -> Any:
         """Return the state for a sharded checkpoint: that of the wrapped transformation.
 
-        Each array of which this rank has a part is a `Slice`. `Saver` restores the result with
+        The part of each array is a `Slice`. `Saver` restores the result with
         another number of ranks, and a transformation without `shard_state` restores it as its own
         state.
 

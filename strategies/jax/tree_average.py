@@ -207,7 +207,7 @@ class TreeAverage:
         return part_of_rank(array, self.comm.rank, self.comm.size)
 
     def gather(self, parts: Any, likes: Any) -> Any:
-        """Return a tree of whole arrays, of which each rank has a part; *collective*.
+        """Return the tree of whole arrays, joined from the parts of all ranks; *collective*.
 
         Args:
             parts: this rank's part of each array, as `sharded_buckets.box_of` cuts.
