@@ -52,13 +52,15 @@ class ShardedTransformation(AveragingTransformation):
     def to_slices(self, state: Any, params: Any) -> Any:
         """Return the state for a sharded checkpoint: that of the wrapped transformation.
 
-        The part of each array is a `Slice`. `Saver` restores the result with
-        another number of ranks, and a transformation without `shard_state` restores it as its own
-        state.
+        This rank's part of each array is a `Slice`. `Saver` restores the result with another number
+        of ranks. A transformation without `shard_state` restores it as its own state.
 
         Args:
             state: state of this rank.
             params: the parameters; only shapes and dtypes are used.
+
+        Returns:
+            State of the wrapped transformation, without copies.
 
         Example:
             >>> import jax.numpy as jnp, optax, strategies
@@ -101,6 +103,8 @@ class _Parts:
         self._given, self._average = transformation, average
         self._inner = optax.with_extra_args_support(transformation)
         self._checked = False
+        # Whole shape of each array of the state; None if all ranks hold it.
+        self._shapes: list[tuple[int, ...] | None] | None = None
 
     def init(self, params: Any) -> ShardedState:
         if not self._checked:
@@ -124,14 +128,19 @@ class _Parts:
         return self._average.gather(made, params), ShardedState(state.rank, changed)
 
     def to_slices(self, state: ShardedState, params: Any) -> Any:
+        if self._shapes is None:
+            forms = zip(*map(jax.tree.leaves, _forms(self._inner, params)), strict=True)
+            self._shapes = [None if w.shape == half.shape else w.shape for w, half in forms]
+        leaves, tree = jax.tree_util.tree_flatten(state.inner)
+        return jax.tree_util.tree_unflatten(
+            tree, [self._sliced(*pair) for pair in zip(leaves, self._shapes, strict=True)]
+        )
+
+    def _sliced(self, value: Any, shape: tuple[int, ...] | None) -> Any:
+        if shape is None:
+            return value
         comm = self._average.comm
-
-        def sliced(value: Any, whole: Any, first: Any) -> Any:
-            if whole.shape == first.shape:
-                return value
-            return Slice(value, box_of(whole.shape, comm.rank, comm.size).start, whole.shape)
-
-        return jax.tree.map(sliced, state.inner, *_forms(self._inner, params))
+        return Slice(value, box_of(shape, comm.rank, comm.size).start, shape)
 
     def from_slices(self, slices: Any) -> ShardedState:
         inner = jax.tree.map(lambda x: x.array if isinstance(x, Slice) else x, slices)
@@ -162,9 +171,11 @@ def _check_elementwise(transformation: Any, params: Any) -> None:
         ValueError: the state or the updates of half of each parameter are not half of the whole.
     """
     inner = optax.with_extra_args_support(transformation)
+    cause = None
     try:
         fact = _undivided_state(inner, params) or _changed_update(inner, params)
     except Exception as error:
+        cause = error
         fact = f"raises {type(error).__name__} for a part of each parameter: {error}"
     if fact:
         update = getattr(transformation.update, "__qualname__", "update").partition(".")[0]
@@ -172,7 +183,7 @@ def _check_elementwise(transformation: Any, params: Any) -> None:
             f"{OPERATION}: with shard_state each rank updates a part of every parameter, expected "
             f"an elementwise transformation, got {update}, which {fact}; clip_global_norm= clips "
             "by the norm of all parts"
-        )
+        ) from cause
 
 
 def _undivided_state(inner: Any, params: Any) -> str | None:
