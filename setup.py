@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import os
 import platform
+import shutil
 import subprocess
 import sys
 from configparser import ConfigParser
@@ -56,12 +57,16 @@ class BuildModules(build_py):
     def run(self) -> None:
         """Copy the modules, and compile the loops beside the copy."""
         super().run()
-        if WHEEL == "any" or self.editable_mode:
+        if self.editable_mode:
+            return
+        folder = Path(self.build_lib).resolve() / "collectives" / "kernels" / "objects"
+        # Loops of a wheel that was built here before.
+        shutil.rmtree(folder, ignore_errors=True)
+        if WHEEL == "any":
             return
         if WHEEL == "own" and find_spec("numba") is None:
             self.warn("numba is not installed: loops are compiled at their first use")
             return
-        folder = Path(self.build_lib).resolve() / "collectives" / "kernels" / "objects"
         levels = LEVELS.get(WHEEL, ["own"])
         command = ["-m", "collectives.tools.prebuild", "--into", folder, *levels]
         subprocess.run([sys.executable, *command], cwd=Path(__file__).parent, check=True)

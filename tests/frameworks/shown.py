@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import ctypes
 import hashlib
 from collections.abc import Iterable
 
@@ -26,7 +27,7 @@ def show(tensors: Iterable[torch.Tensor]) -> None:
     everyones = [None] * distributed.get_world_size()
     distributed.all_gather_object(everyones, shown)
     assert set(everyones) == {shown}, everyones
-    # Gloo's thread needs the GIL to free the tensors of its last operation, and a main thread that
-    # destroys the group holds it and waits for that thread. A barrier has no tensors.
-    distributed.barrier()
+    # Gloo's threads need the GIL to free the tensors of their last operations, and a main thread
+    # that frees the group holds it and waits for these threads. So the group is never freed.
+    ctypes.pythonapi.Py_IncRef(ctypes.py_object(distributed.group.WORLD))
     print("shown", distributed.get_backend(), distributed.get_rank(), shown, flush=True)
