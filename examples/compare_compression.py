@@ -71,7 +71,7 @@ def train(comm: cc.Communicator, make: Any, options: argparse.Namespace, seed: i
     optimizer: Any = torch.optim.SGD(model.parameters(), lr=options.learning_rate, momentum=0.9)
     if make is None:
         model = DistributedDataParallel(model)
-        # Two steps without compression, in which DDP forms its buckets.
+        # DDP forms its buckets in the first two steps, which are not compressed.
         state = powerSGD_hook.PowerSGDState(None, start_powerSGD_iter=2)
         model.register_comm_hook(state, powerSGD_hook.powerSGD_hook)
     else:

@@ -31,7 +31,7 @@ def main() -> None:
         strategies.Momentum(options.learning_rate, 0.9), neighbours=options.graph
     )
     pixels, digits = (x[comm.rank :: comm.size] for x in load("training"))
-    # Ranks with a row more than others make as many steps.
+    # Equally many steps on all ranks, although some have one row more.
     count = int(comm.allreduce(len(digits), op=cc.MIN).item())
     for epoch in range(options.epochs):
         for rows in batches(count, options.batch_size, seed=epoch):
