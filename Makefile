@@ -85,7 +85,7 @@ check: $(STAMP) $(KINDS)
 	"$(VENV)/bin/ruff" check .
 	"$(VENV)/bin/ruff" format --check .
 	"$(VENV)/bin/mypy"
-	"$(VENV)/bin/python" -m pytest -q -p no:cacheprovider tests/test_floors.py tests/test_prose.py tests/documents/test_exports.py
+	"$(VENV)/bin/python" -m pytest -q -p no:cacheprovider tests/test_collection.py tests/test_floors.py tests/test_prose.py tests/documents/test_exports.py
 
 docs: $(VENV)/.unisono-kind-site
 	"$(VENV)/bin/python" -m sphinx -W --keep-going -q -b html docs out/site

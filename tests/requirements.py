@@ -53,6 +53,9 @@ _PART_OF = {
     ),
 }
 
+# What tests may import only after they asked for it.
+OPTIONAL = ("cupy", "jax", "jaxlib", "matplotlib", "sklearn", "torch", *_PART_OF)
+
 # In pytest's words the name begins the reason, or follows "Skipped: " if a whole file is skipped.
 _MARK = re.compile(rf"(?:^|'Skipped: )({'|'.join(REQUIREMENTS)}): ")
 

@@ -14,9 +14,10 @@ from conftest import UNDER_MPI
 from inprocess import run_ranks
 from requirements import installed
 from strategies.checkpoint import Saver, Slice
-from strategies.jax import sharded_transformation
 
 jax, optax = installed("jax"), installed("optax")
+from strategies.jax import sharded_transformation  # noqa: E402  (needs JAX)
+
 jnp = jax.numpy
 
 STEPS = 5
