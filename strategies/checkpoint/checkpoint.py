@@ -16,7 +16,7 @@ import math
 import os
 import time
 from collections.abc import Callable, Iterable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
@@ -24,7 +24,7 @@ import numpy.typing as npt
 
 from strategies import errors
 from strategies.checkpoint import manifest, shards, transaction
-from strategies.checkpoint.boxes import Box, Slice, inside, whole
+from strategies.checkpoint.boxes import Box, Slice, inside
 from strategies.checkpoint.checkpoint_listing import best, latest, list_steps, name_of, select
 from strategies.checkpoint.manifest import Manifest, SliceEntry, TensorEntry
 from strategies.checkpoint.remote_state import RemoteState, RemoteTensor, Written
@@ -40,13 +40,14 @@ __all__ = [
     "Written",
     "best",
     "commit",
+    "fill",
     "latest",
     "name_of",
     "slices_of_rank",
     "list_steps",
     "prepare",
     "read",
-    "read_all",
+    "read_boxes",
     "restore",
     "save",
     "verify",
@@ -64,12 +65,14 @@ class Checkpoint:
         tensors: name -> writable array in host memory, owned by the caller.
         metadata: the JSON object passed to `save`.
         path: directory of the checkpoint: a `Path`, or a `StorageUrl`.
+        manifest: shapes, files and checksums of all its tensors.
     """
 
     step: int
     tensors: dict[str, npt.NDArray[Any]]
     metadata: dict[str, Any]
     path: Location
+    manifest: Manifest = field(repr=False)
 
 
 def save(
@@ -125,28 +128,43 @@ def restore(directory: str | os.PathLike[str], *, step: int | None = None) -> Ch
     """
     root = resolve(directory)
     path = select(root, step)
-    plan, tensors = read_all(path)
-    return Checkpoint(plan.step, tensors, dict(plan.metadata), path)
+    plan = manifest.read(path)
+    tensors = read_boxes(path, plan, plan.boxes())
+    return Checkpoint(plan.step, tensors, dict(plan.metadata), path, plan)
 
 
-def read_all(path: Location) -> tuple[Manifest, dict[str, npt.NDArray[Any]]]:
-    """Read the manifest and all tensors of a checkpoint.
+def read_boxes(
+    path: Location, plan: Manifest, boxes: Mapping[str, Box]
+) -> dict[str, npt.NDArray[Any]]:
+    """Read a box of each of some tensors.
+
+    Args:
+        path: the checkpoint.
+        plan: its manifest.
+        boxes: name of a tensor -> box of its elements.
 
     Raises:
         OpError: as `restore`.
     """
-    plan = manifest.read(path)
     tensors = {
-        name: shards.empty(name, entry.shape, entry.dtype) for name, entry in plan.tensors.items()
+        name: shards.empty(name, box.shape, plan.tensors[name].dtype) for name, box in boxes.items()
     }
-    # One target per slice, but all slices of a tensor share its array: each fills its own box.
-    targets = {
-        (name, one.box): Target(whole(entry.shape), tensors[name])
-        for name, entry in plan.tensors.items()
-        for one in entry.slices
-    }
-    read(path, plan, targets)
-    return plan, tensors
+    fill(path, plan, [(name, Target(box, tensors[name])) for name, box in boxes.items()])
+    return tensors
+
+
+def fill(path: Location, plan: Manifest, targets: Iterable[tuple[str, Target]]) -> None:
+    """Read parts of tensors, given by name and destination; parts of one tensor are disjoint.
+
+    Raises:
+        OpError: as `restore`.
+    """
+    found: dict[tuple[str, Box], list[Target]] = {}
+    for name, target in targets:
+        # Each slice fills its own elements of the target.
+        for one in plan.tensors[name].slices:
+            found.setdefault((name, one.box), []).append(target)
+    read(path, plan, found)
 
 
 def verify(path: str | os.PathLike[str]) -> None:
@@ -166,7 +184,7 @@ def read(path: Location, plan: Manifest, targets: Targets | None) -> None:
     Args:
         path: the checkpoint.
         plan: its manifest.
-        targets: destination of each requested slice; None verifies all slices.
+        targets: destinations of each requested slice; None verifies all slices.
 
     Raises:
         OpError: as `restore`.

@@ -230,6 +230,7 @@ class CheckpointManager:
         path: str | os.PathLike[str] | None = None,
         *,
         slices: Wanted | None = None,
+        unread: Callable[[str, tuple[int, ...]], bool] | None = None,
     ) -> checkpoint.Checkpoint | None:
         """Read the newest complete checkpoint; return None without one.
 
@@ -240,6 +241,8 @@ class CheckpointManager:
             slices: name -> box of a tensor that this rank needs, for tensors it needs in part; may
                 differ between ranks. Unknown names are ignored. Or a function of name and shape
                 that returns a box, or None for the whole tensor.
+            unread: function of name and shape that returns whether to leave out a tensor, because
+                other tasks read it; only if `asks_tasks`.
 
         Returns:
             The same checkpoint on every rank apart from `slices`, with bit-equal arrays in separate
@@ -257,12 +260,11 @@ class CheckpointManager:
             if place is None:
                 return None
             place = checkpoint_listing.select(place, None)
-            if self._sharded:
-                # The others get the manifest from rank 0, so all ranks read the same checkpoint
-                # even if a newer one appears meanwhile.
-                return place, manifest.read(place)
-            plan, tensors = checkpoint.read_all(place)
-            whole.update(tensors)
+            plan = manifest.read(place)
+            # With several readers, the others get the manifest from rank 0, so all ranks read the
+            # same checkpoint even if a newer one appears meanwhile.
+            if not self._sharded and not self._asks_tasks:
+                whole.update(checkpoint.read_boxes(place, plan, plan.boxes()))
             return place, plan
 
         found = self._on_rank_0("restore", find)
@@ -277,10 +279,15 @@ class CheckpointManager:
         if self._sharded:
             assert self._comm is not None
             tensors = read_plan.read_together(self._comm, place, plan, wanted)
+        elif self._asks_tasks:
+            boxes = plan.boxes() | wanted
+            if unread is not None:
+                boxes = {n: box for n, box in boxes.items() if not unread(n, plan.tensors[n].shape)}
+            tensors = checkpoint.read_boxes(place, plan, boxes)
         else:
             tensors = read_plan.distribute(self._comm, plan, whole)
             tensors = read_plan.parts(tensors, wanted, plan)
-        return checkpoint.Checkpoint(plan.step, tensors, dict(plan.metadata), place)
+        return checkpoint.Checkpoint(plan.step, tensors, dict(plan.metadata), place, plan)
 
     def latest(self) -> Location | None:
         """Return the newest complete checkpoint, as this rank sees the directory; not collective.

@@ -128,6 +128,14 @@ class Manifest:
     metric: float | None = None
     checksum: str = CHECKSUM
 
+    def boxes(self) -> dict[str, Box]:
+        """Return name -> box of all elements of each tensor."""
+        return {name: whole(entry.shape) for name, entry in self.tensors.items()}
+
+    def identity(self) -> int:
+        """Return a number that other manifests do not have, apart from chance."""
+        return zlib.crc32(self.encode())
+
     def encode(self) -> bytes:
         """Return the bytes of the file."""
         body = {"schema": SCHEMA, "library": __version__, **asdict(self)}

@@ -92,7 +92,7 @@ def read_together(
         }
         mine = {piece for piece, reader in zip(pieces, readers, strict=True) if reader == comm.rank}
         targets = {
-            (name, one.box): Target(boxes[name], found[name])
+            (name, one.box): [Target(boxes[name], found[name])]
             for name, entry in plan.tensors.items()
             for one in entry.slices
             if name in cut or (name, one.box) in mine

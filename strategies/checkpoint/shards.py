@@ -71,8 +71,8 @@ class Target(NamedTuple):
     array: Array
 
 
-Targets = Mapping[tuple[str, Box], Target]
-"""Tensor name and box of a slice -> destination of its elements."""
+Targets = Mapping[tuple[str, Box], Sequence[Target]]
+"""Tensor name and box of a slice -> disjoint destinations of its elements."""
 
 
 def as_slices(tensors: Mapping[str, npt.ArrayLike | Slice]) -> dict[str, Slice]:
@@ -203,8 +203,8 @@ def read(
         directory: the checkpoint.
         file: name of the file.
         entries: all tensors of the checkpoint.
-        targets: name and box of a slice -> destination; other slices are skipped. None verifies all
-            slices and stores nothing.
+        targets: name and box of a slice -> destinations; other slices are skipped. None verifies
+            all slices and stores nothing.
         algorithm: algorithm of the checksums.
 
     Raises:
@@ -222,16 +222,15 @@ def read(
     with opened(path) as source:
         for label, place in _places(source, length(directory, file), path, expected):
             name, entry, one = expected[label]
-            target = None if targets is None else targets.get((name, one.box))
-            if targets is not None and target is None:
-                continue
-            # The rank needs another part of the tensor. Empty slices are verified, as their
-            # checksum costs nothing.
-            if target is not None and one.box.size and overlap(one.box, target.box) is None:
+            given = () if targets is None else targets.get((name, one.box), ())
+            near = [target for target in given if overlap(one.box, target.box) is not None]
+            # The rank needs other parts of the tensor. Empty slices are verified, as their checksum
+            # costs nothing.
+            if targets is not None and not near and (one.box.size or not given):
                 continue
             source.seek(place)
             found = 0
-            for chunk, done in _passes(entry, one.box, target):
+            for chunk, done in _passes(entry, one.box, near):
                 # The checksum covers the bytes of the file; `done` moves them afterwards.
                 data = as_bytes(chunk)
                 _fill(source, data.data, path)
@@ -245,21 +244,22 @@ def read(
 
 
 def _passes(
-    entry: TensorEntry, box: Box, target: Target | None
+    entry: TensorEntry, box: Box, targets: Sequence[Target]
 ) -> Iterator[tuple[Array, Callable[[], None]]]:
     """Yield memory for the next elements of a slice, and a function to call once it is filled.
 
-    The memory is the target's own if the slice is contiguous there, otherwise a small buffer.
+    The memory is a target's own if the slice is contiguous there, otherwise a small buffer.
     """
     if not box.size:
         return
     dtype = DTYPES[entry.dtype]
     # The whole slice is wanted: read it without a second copy.
-    if target is not None and overlap(box, target.box) == box:
-        view = target.array[inside(box, target.box)]
-        if view.flags.c_contiguous:
-            yield from ((chunk, _nothing) for chunk in _chunks(as_bytes(view)))
-            return
+    for target in targets:
+        if overlap(box, target.box) == box:
+            view = target.array[inside(box, target.box)]
+            if view.flags.c_contiguous:
+                yield from ((chunk, _nothing) for chunk in _chunks(as_bytes(view)))
+                return
     lines = box.shape[0] if box.shape else 1
     line = (*box.shape[1:],)
     # Rows of the slice that fit in a chunk, at least one row.
@@ -268,19 +268,20 @@ def _passes(
     for first in range(0, lines, many):
         chunk = buffer[: min(many, lines - first)]
         # The caller uses the lambda before the next round changes `chunk` and `first`.
-        yield chunk, lambda: None if target is None else _move(chunk, first, box, target)  # noqa: B023
+        yield chunk, lambda: _move(chunk, first, box, targets)  # noqa: B023
 
 
-def _move(chunk: Array, first: int, box: Box, target: Target) -> None:
-    """Copy the elements that the target needs from some rows of a slice."""
-    # An array of 0 dimensions has no first axis.
-    if not box.shape:
-        target.array[...] = chunk.reshape(())
-        return
-    here = Box((box.start[0] + first, *box.start[1:]), chunk.shape)
-    both = overlap(here, target.box)
-    if both is not None:
-        target.array[inside(both, target.box)] = chunk[inside(both, here)]
+def _move(chunk: Array, first: int, box: Box, targets: Sequence[Target]) -> None:
+    """Copy the elements that the targets need from some rows of a slice."""
+    for target in targets:
+        # An array of 0 dimensions has no first axis.
+        if not box.shape:
+            target.array[...] = chunk.reshape(())
+            continue
+        here = Box((box.start[0] + first, *box.start[1:]), chunk.shape)
+        both = overlap(here, target.box)
+        if both is not None:
+            target.array[inside(both, target.box)] = chunk[inside(both, here)]
 
 
 def _nothing() -> None:
