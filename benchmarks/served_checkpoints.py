@@ -9,7 +9,9 @@ saves by `Saver` with a sharded manager in the background: each ps writes its pa
     arrays     ten arrays: a step multiplies matrices, and pushes gradients of all elements
 
 A step during a save has begun or ended between the call of `save` and the complete checkpoint.
-Steps just before each save are the reference. Rank 2, the chief, prints JSON.
+Steps just before each save are the reference. Then the chief restores the last checkpoint, without
+training: each ps reads its parts, or the chief reads all arrays. Its memory is the growth of its
+peak. Rank 2, the chief, prints JSON.
 """
 
 from __future__ import annotations
@@ -102,7 +104,7 @@ def measured(comm: cc.Communicator, folder: Path, kind: str, options) -> dict[st
                 train()
         # The clock is the same for all processes of a machine.
         found = cluster.workers.gather_object(steps)
-        return figures(found, saves) if found else {}
+        return {**figures(found, saves), **restores(strategy, folder)} if found else {}
 
 
 def step_of(strategy, kind: str, worker: int):
@@ -141,6 +143,26 @@ def save(strategy, folder: Path, train, options) -> list[tuple[float, float, flo
                 train()
             found.append((settled, began, called, time.perf_counter()))
     return found[1:]  # the first one finds its memory and files
+
+
+def restores(strategy, folder: Path) -> dict[str, float]:
+    """Return seconds and memory of the chief for restoring by parts and by whole arrays."""
+    found = {}
+    for by, sharded in (("parts", True), ("whole arrays", False)):
+        with strategies.CheckpointManager(folder, sharded=sharded) as manager:
+            saver = Saver(manager, model=strategy)
+            Path("/proc/self/clear_refs").write_text("5")  # the peak becomes the current memory
+            before, began = peak(), time.perf_counter()
+            saver.restore()
+            found[f"seconds to restore {by}"] = time.perf_counter() - began
+            found[f"chief's MB to restore {by}"] = peak() - before
+    return found
+
+
+def peak() -> float:
+    """Return the peak resident memory of this process, in MB."""
+    (line,) = (x for x in Path("/proc/self/status").read_text().splitlines() if "VmHWM" in x)
+    return int(line.split()[1]) * 1024 / 1e6
 
 
 def figures(steps, saves) -> dict[str, float]:

@@ -11,6 +11,7 @@ from typing import Any
 
 from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.boxes import Box, Slice
+from strategies.checkpoint.remote_state import RemoteRestore, remote_restore_of
 from strategies.core import pytree
 
 __all__ = ["PartialReads", "dtensor_like", "slice_of"]
@@ -71,9 +72,17 @@ class PartialReads:
 
     Args:
         things: name -> object, as in `Saver`.
+        remote: whether other tasks read the state that they hold.
+
+    Attributes:
+        restores: name of an object -> its restore by other tasks.
+        chosen: per restore, name in the state -> name in the checkpoint; set by `restore_into`.
     """
 
-    def __init__(self, things: Mapping[str, Any]) -> None:
+    def __init__(self, things: Mapping[str, Any], *, remote: bool = False) -> None:
+        self.restores: dict[str, RemoteRestore] = {}
+        self.chosen: list[tuple[RemoteRestore, dict[str, str]]] = []
+        self._remote = remote
         self._exact: dict[str, Any] = {}  # name of an array -> the object with a part of it
         # An optimizer names its states by the parameter's number, as in its `state_dict`.
         self._states: dict[str, Any] = {}  # prefix of a parameter's states -> the parameter
@@ -95,9 +104,19 @@ class PartialReads:
         # Only states of the parameter's shape are distributed like it; its step counter is whole.
         return None if part is None or part.shape != shape else part.box
 
+    def is_remote(self, name: str, shape: tuple[int, ...]) -> bool:
+        """Return whether only other tasks read an array."""
+        return any(
+            name.startswith(f"{prefix}/") and restore.is_large(name[len(prefix) + 1 :], shape)
+            for prefix, restore in self.restores.items()
+        )
+
     def _look(self, thing: Any, name: str) -> None:
         kind = kinds.protocol_of(thing)
-        if kind is not None:
+        restore = remote_restore_of(thing) if self._remote else None
+        if restore is not None:
+            self.restores[name] = restore
+        elif kind is not None:
             if kind.methods[0] == "state_dict":
                 self._look_at_state(thing, name)
         elif slice_of(thing) is not None:

@@ -97,6 +97,9 @@ class _Restorer:
         if isinstance(live, PerRank):
             own = self._of_rank(node)
             return live if own is None else PerRank(self.thing(own, live.thing, name))
+        if name in self._parts.restores:
+            self._load_remotely(node, name)
+            return live
         kind = kinds.protocol_of(live)
         if kind is not None:
             self._load(kind, node, live)
@@ -162,6 +165,14 @@ class _Restorer:
             state = _with_counters(state, live.state_dict())
         # Only collected here: `Saver.restore` runs all of them after every rank has compared.
         self.puts.append(lambda: kind.load(live, state, self._comm))
+
+    def _load_remotely(self, node: Any, name: str) -> None:
+        pairs = node.get("dict") if isinstance(node, dict) else None
+        if pairs is None or not all(isinstance(x, dict) and "array" in x for _, x in pairs):
+            raise _differs(name, "a dict of arrays", _describe(node))
+        restore = self._parts.restores[name]
+        self._parts.chosen.append((restore, {key: x["array"][0] for key, x in pairs}))
+        self.puts.append(restore.load)
 
     def _of_rank(self, node: Any) -> Any:
         """Return this rank's node if there is one per rank; None if the save had fewer ranks.

@@ -11,7 +11,7 @@ from strategies.checkpoint import serialization
 from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.checkpoint_manager import CheckpointManager
 from strategies.checkpoint.distributed_tensors import PartialReads
-from strategies.checkpoint.remote_state import RemoteState, RemoteTensor, remote_state_of
+from strategies.checkpoint.remote_state import RemoteState, with_remote_states
 from strategies.checkpoint.restoring import Put, restore_into
 from strategies.checkpoint.storage import Location
 from strategies.core.process_group import ProcessGroup
@@ -114,7 +114,7 @@ class Saver:
             # On all ranks, because comparing their generators is collective.
             things = self._things
             if self._checkpoints.asks_tasks:
-                things = {name: _remote(thing, remote) for name, thing in things.items()}
+                things = with_remote_states(things, remote)
             found, nodes = serialization.serialize(things, self._ranks.comm)
             # They took part in `serialize`, but need no copies from the device.
             if self._ranks.rank and not self._checkpoints.sharded:
@@ -151,8 +151,18 @@ class Saver:
             Exception: the error of an object's own method, such as that of a module with layers of
                 other sizes; objects may have changed. All errors are raised on all ranks.
         """
-        parts = self._ranks.run_then_agree("restore: look", lambda: PartialReads(self._things))
-        found = self._checkpoints.restore_or_none(path, slices=parts.box)
+        remote = self._checkpoints.asks_tasks
+        parts = self._ranks.run_then_agree(
+            "restore: look", lambda: PartialReads(self._things, remote=remote)
+        )
+        try:
+            return self._restore(path, parts)
+        finally:
+            for restore in parts.restores.values():
+                restore.close()
+
+    def _restore(self, path: str | os.PathLike[str] | None, parts: PartialReads) -> int | None:
+        found = self._checkpoints.restore_or_none(path, slices=parts.box, unread=parts.is_remote)
         if found is None:
             return None
 
@@ -163,7 +173,11 @@ class Saver:
                     f"restore: not a checkpoint of Saver, expected {_THINGS!r} in its metadata, "
                     f"got {list(found.metadata)} (checkpoint: {found.path})"
                 )
-            return restore_into(nodes, found.tensors, self._things, self._ranks.comm, parts)
+            result = restore_into(nodes, found.tensors, self._things, self._ranks.comm, parts)
+            # After all else has been compared, because this takes the longest.
+            for restore, names in parts.chosen:
+                restore.read(names, found.tensors, found.path, found.manifest)
+            return result
 
         def change() -> None:
             for put in puts:
@@ -176,12 +190,3 @@ class Saver:
         # At last, because an error above must leave the old objects in place.
         self._things |= new
         return found.step
-
-
-def _remote(thing: Any, states: list[RemoteState]) -> Any:
-    """Return the state of an object as tensors that other tasks write, or the object itself."""
-    state = remote_state_of(thing)
-    if state is None:
-        return thing
-    states.append(state)
-    return {name: RemoteTensor(state, name) for name in state.names()}

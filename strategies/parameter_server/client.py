@@ -16,9 +16,11 @@ from strategies.core.validation import number
 from strategies.errors import FailedPreconditionError, UnavailableError
 from strategies.parameter_server import state_io
 from strategies.parameter_server.options import ServingOptions
+from strategies.parameter_server.restore import Restore
 from strategies.parameter_server.server import PARAMETERS
 from strategies.parameter_server.snapshot import Snapshot
 from strategies.parameter_server.staleness import Decision, WorkerStats
+from strategies.parameter_server.task_requests import TaskRequests
 from strategies.parameter_server.variable import ServedVariable
 from strategies.rpc.client import Reply
 from strategies.rpc.multi_request import RequestTo
@@ -222,31 +224,48 @@ class Client:
     def snapshot(self, *, synchronous: bool, timeout: float | None) -> Snapshot:
         """Take one version of all variables; see `Snapshot`."""
         self._refuse_ps("state_dict")
-        devices = [self._cluster.device_of(rank) for rank in self.servers]
         return Snapshot(
-            self._service,
-            self._places,
-            devices,
+            self._requests("snapshot", "save"),
             self._held,
             self._variables,
             synchronous=synchronous,
             timeout=timeout,
         )
 
+    def restore(self) -> Restore:
+        """Return a restore, of which each ps reads its parts; see `Restore`."""
+        self._refuse_ps("restore")
+
+        def load(told: Sequence[dict[str, Any]]) -> None:
+            self._load(told, [()] * len(told))
+
+        requests = self._requests("restore", "restore")
+        return Restore(requests, self._held, self._variables, self._like, load)
+
+    def _requests(self, kind: str, purpose: str) -> TaskRequests:
+        devices = [self._cluster.device_of(rank) for rank in self.servers]
+        return TaskRequests(self._service, self._places, devices, kind, purpose)
+
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Restore a state on the ps tasks and update the copies."""
-        # The current states give the expected slots and dtypes.
-        like: dict[str, VariableState] = {}
-        kinds = self._ask("like", [{}] * len(self.servers))
-        for held, answer in zip(self._held, kinds, strict=True):
-            like |= zip(held, unpack(answer.metadata["parts"], answer.values), strict=True)
-        states, updates = state_io.divided(state, self._variables, like, len(self.servers))
+        states, updates = state_io.divided(state, self._variables, self._like(), len(self.servers))
         told, values = [], []
         for names, count in zip(self._held, updates, strict=True):
             parts, arrays = pack(states[name] for name in names)
             told.append({"parts": parts, "updates": count})
             values.append(arrays)
         # Everything was checked above, so that a wrong state reaches no ps.
+        self._load(told, values)
+
+    def _like(self) -> dict[str, VariableState]:
+        """Return name of a part -> state without elements: the expected slots and dtypes."""
+        like: dict[str, VariableState] = {}
+        kinds = self._ask("like", [{}] * len(self.servers))
+        for held, answer in zip(self._held, kinds, strict=True):
+            like |= zip(held, unpack(answer.metadata["parts"], answer.values), strict=True)
+        return like
+
+    def _load(self, told: Sequence[dict[str, Any]], values: Sequence[Sequence[Any]]) -> None:
         self._change("load", told, values)
         # The copies on this task still have the old values.
         self.pull()

@@ -20,6 +20,7 @@ from strategies.optimizers import Optimizer
 from strategies.parameter_server import state_io, variable_factory
 from strategies.parameter_server.client import Client
 from strategies.parameter_server.options import ServingOptions, TrainingOptions
+from strategies.parameter_server.restore import Restore
 from strategies.parameter_server.server import PARAMETERS, ParameterServer
 from strategies.parameter_server.snapshot import Snapshot
 from strategies.parameter_server.variable import ServedVariable
@@ -251,6 +252,17 @@ class ServedVariables(HostingStrategy):
         """
         return self._client.snapshot(synchronous=self.synchronous, timeout=self.timeout)
 
+    def remote_restore(self) -> Restore:
+        """Return a restore of `state_dict`, of which each ps reads its parts from the files.
+
+        `Saver` calls it if its manager is sharded without ranks. A ps needs memory for its
+        variables and slots twice.
+
+        Raises:
+            FailedPreconditionError: this is a ps task.
+        """
+        return self._client.restore()
+
     def load_state_dict(self, state: Mapping[str, npt.ArrayLike]) -> None:
         """Restore a state, also one from other numbers of ps tasks and parts.
 
@@ -309,7 +321,8 @@ class ServedVariables(HostingStrategy):
             whole.
         """
         slices, _ = self._everyone.run_then_agree("state_boxes", self._own_slices)
-        own = {name: part.box for name, part in slices.items() if state_io.is_large(name, part)}
+        large = {n: part for n, part in slices.items() if state_io.is_large(n, part.shape)}
+        own = {name: part.box for name, part in large.items()}
         axes = {name: len(box.start) for name, box in own.items()}
         # Tasks without a part receive the names and the numbers of axes.
         for told in self.cluster.comm.allgather_object(axes):

@@ -30,6 +30,7 @@ from strategies.errors import (
     UnavailableError,
 )
 from strategies.parameter_server.options import TrainingOptions
+from strategies.parameter_server.restore_server import RestoreServer
 from strategies.parameter_server.snapshot_server import SnapshotServer
 from strategies.parameter_server.staleness import Decision, StalenessTracker
 from strategies.rpc.registry import ResourceType, register_type
@@ -62,6 +63,7 @@ class ParameterServer:
     Attributes:
         values: server of the variables.
         snapshots: snapshots of the variables.
+        restores: restores that tasks have begun.
     """
 
     def __init__(self, name: str) -> None:
@@ -77,6 +79,7 @@ class ParameterServer:
         self._warm_at: int | None = None  # version at the end of the warm-up; None before
         self._left: set[int] = set()  # workers that have left or died
         self.snapshots = SnapshotServer(self._group, self._resume, self._left.__contains__)
+        self.restores = RestoreServer()
 
     def prepare(self, options: TrainingOptions) -> None:
         """Set the training options, before any worker joins.
@@ -265,6 +268,7 @@ class ParameterServer:
             work.fail(self._explain(work, error))  # no effect after a reply
         self._withdraw(work)
         self.snapshots.end(work, error)
+        self.restores.end(work)
         # The end of a `join` request removes the member.
         for worker in [w for w, membership in self._members.items() if membership is work]:
             log.info("%s: worker on task %d has left", self.name, worker)
@@ -313,7 +317,8 @@ class ParameterServer:
                 f"load_state_dict: gradients wait to be applied, expected none before the state is "
                 f"loaded, got those of tasks {sorted(self._waiting)}"
             )
-        self.values.load(work)
+        read = self.restores.take(work) if "restore" in work.arguments else None
+        self.values.load(work, read)
         self.snapshots.made(work)
         self._after_load()
 
@@ -342,6 +347,8 @@ _OTHERS: dict[str, _Request] = {
     "like": lambda server, work: server.values.like(work),
     "pull": lambda server, work: server.values.pull(work),
     "report": ParameterServer.report,
+    "restore": lambda server, work: server.restores.begin(work),
+    "restore_read": lambda server, work: server.restores.read(work),
     "rows": lambda server, work: server.values.rows(work),
     "snapshot": lambda server, work: server.snapshots.snapshot(work),
     "snapshot_hold": lambda server, work: server.snapshots.hold(work),

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import contextlib
 import itertools
 from collections.abc import Iterable, Mapping, Sequence
 from pathlib import Path
@@ -11,21 +10,16 @@ from typing import Any
 from strategies.checkpoint.manifest import SliceEntry
 from strategies.checkpoint.remote_state import Written
 from strategies.checkpoint.storage import Location
-from strategies.errors import AbortedError, OpError
+from strategies.errors import AbortedError
 from strategies.parameter_server import state_io
+from strategies.parameter_server.task_requests import FILE_LIMIT, TaskRequests
 from strategies.parameter_server.variable import ServedVariable
 from strategies.rpc.client import Reply
-from strategies.rpc.multi_request import RequestTo
 from strategies.rpc.registry import Address
-from strategies.rpc.service import Service
 from strategies.rpc.wire import Array
 from strategies.variables.variable_group import VariableState, unpack
 
 __all__ = ["Snapshot"]
-
-_numbers = itertools.count(1)
-# Seconds that a ps may take to write its file: only a hanging file system takes longer.
-_LIMIT = 3600.0
 
 
 class Snapshot:
@@ -36,9 +30,7 @@ class Snapshot:
     of changes that have reached only some ps tasks.
 
     Args:
-        service: service that reaches the ps tasks.
-        places: addresses of the parameter servers.
-        devices: names of their tasks, for errors.
+        requests: requests to the ps tasks.
         held: per ps, names of the parts in the order of their numbers.
         variables: the variables.
         synchronous: whether all ps tasks make the same number of updates.
@@ -52,22 +44,17 @@ class Snapshot:
 
     def __init__(
         self,
-        service: Service,
-        places: Sequence[Address],
-        devices: Sequence[str],
+        requests: TaskRequests,
         held: Sequence[Sequence[str]],
         variables: Iterable[ServedVariable],
         *,
         synchronous: bool,
         timeout: float | None,
     ) -> None:
-        self._service = service
-        self._places = places
-        self._devices = devices
+        self._requests = requests
         self._held = held
         self._variables = list(variables)
-        self._number = next(_numbers)
-        self._requests: list[int] = []
+        places = requests.places
         try:
             # ps 0 first: it decides which of two snapshots is first.
             answers = self._hold(places[:1], timeout) + self._hold(places[1:], timeout)
@@ -76,13 +63,15 @@ class Snapshot:
                 for task, number in answer.metadata["changes"]:
                     changes[task] = max(number, changes.get(task, 0))
             told = {"changes": list(changes.items())}
-            taken = self._ask("take", [told] * len(places), timeout=timeout)
-            self._resume()
+            taken = requests.ask("take", [told] * len(places), timeout=timeout)
+            # The ps tasks make changes again; their replies need no wait.
+            requests.send("resume")
             self._facts = [answer.metadata["parts"] for answer in taken]
             self._updates = [answer.metadata["updates"] for answer in taken]
             if synchronous and len(set(self._updates)) > 1:
                 counts = ", ".join(
-                    f"{n} on {device}" for n, device in zip(self._updates, devices, strict=True)
+                    f"{n} on {device}"
+                    for n, device in zip(self._updates, requests.devices, strict=True)
                 )
                 raise AbortedError(
                     f"snapshot: ps tasks have made different numbers of updates, expected the "
@@ -93,22 +82,13 @@ class Snapshot:
             raise
 
     def _hold(self, places: Sequence[Address], timeout: float | None) -> list[Reply]:
-        for place in places:
-            # No reply: the ps releases the snapshot when this request, or this task, has ended.
-            told = {"snapshot": self._number}
-            self._requests.append(self._service.start(place, "snapshot", lambda answer: None, told))
-        return self._ask("hold", [{}] * len(places), places, timeout)
-
-    def _resume(self) -> None:
-        """Let the ps tasks make changes again, without waiting for their replies."""
-        for place in self._places:
-            told = {"snapshot": self._number}
-            self._service.start(place, "snapshot_resume", lambda answer: None, told)
+        self._requests.begin(places)
+        return self._requests.ask("hold", [{}] * len(places), places, timeout)
 
     def state_dict(self) -> dict[str, Array]:
         """Return all arrays, in this task's memory."""
         states: dict[str, VariableState] = {}
-        answers = self._ask("read", [{}] * len(self._places))
+        answers = self._requests.ask("read", [{}] * len(self._held))
         for names, facts, answer in zip(self._held, self._facts, answers, strict=True):
             states |= zip(names, unpack(facts, answer.values), strict=True)
         return state_io.joined(self._variables, states, self._updates)
@@ -133,14 +113,12 @@ class Snapshot:
             }
             for index, entries in enumerate(self._entries())
         ]
-        return [_written(answer.metadata) for answer in self._ask("write", told, timeout=_LIMIT)]
+        answers = self._requests.ask("write", told, timeout=FILE_LIMIT)
+        return [_written(answer.metadata) for answer in answers]
 
     def close(self) -> None:
         """Release the snapshot; harmless when repeated."""
-        requests, self._requests = self._requests, []
-        for request in requests:
-            with contextlib.suppress(OpError):  # the service may be closed by now
-                self._service.disown(request)
+        self._requests.close()
 
     def __enter__(self) -> Snapshot:
         return self
@@ -150,7 +128,7 @@ class Snapshot:
 
     def _entries(self) -> list[list[list[Any]]]:
         """Return per ps: name, number of the part, kind, start and shape of each array."""
-        servers = len(self._places)
+        servers = len(self._held)
         found: list[list[list[Any]]] = [
             [[state_io.UPDATES, None, "", [server], [servers]]] for server in range(servers)
         ]
@@ -165,29 +143,6 @@ class Snapshot:
                     for piece in state_io.pieces(variable, number, state)
                 ]
         return found
-
-    def _ask(
-        self,
-        operation: str,
-        told: Sequence[Mapping[str, Any]],
-        places: Sequence[Address] | None = None,
-        timeout: float | None = None,
-    ) -> list[Reply]:
-        """Send one request to each ps, in parallel; raise the first error, with its task."""
-        chosen = self._places if places is None else places
-        questions = [
-            RequestTo(place, f"snapshot_{operation}", {**facts, "snapshot": self._number})
-            for place, facts in zip(chosen, told, strict=True)
-        ]
-        # All replies are awaited: a ps may still write to a directory that is removed afterwards.
-        answers = self._service.ask(questions).answers(timeout)
-        for place, answer in zip(chosen, answers, strict=True):
-            if answer.error is not None:
-                device = self._devices[self._places.index(place)]
-                raise type(answer.error)(
-                    f"save: {answer.error.message} ({device})"
-                ) from answer.error
-        return answers
 
 
 def _written(facts: Mapping[str, Any]) -> Written:

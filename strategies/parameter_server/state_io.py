@@ -195,11 +195,11 @@ def check_same_updates(comm: cc.Communicator, updates: int | None) -> None:
         raise extend.collective_error(comm, error)
 
 
-def is_large(name: str, part: Slice) -> bool:
+def is_large(name: str, shape: tuple[int, ...]) -> bool:
     """Return whether this is a variable or slot with rows, read in parts; False for counts."""
     # Counts are small, and each part needs one number of them, so they are read whole.
     counts = name == UPDATES or name.startswith(("optimizer/step/", "optimizer/updates/"))
-    return bool(part.shape) and not counts
+    return bool(shape) and not counts
 
 
 def own_states(

@@ -131,10 +131,19 @@ class GroupServer:
         parts, arrays = pack(self.group.states().values())
         work.reply([array.reshape(-1)[:0] for array in arrays], parts=parts)
 
-    def load(self, work: ServerRequest) -> None:
-        """Restore the states of all variables."""
-        states = unpack(work.arguments["parts"], work.values)
+    def load(
+        self, work: ServerRequest, read: tuple[list[VariableState], int] | None = None
+    ) -> None:
+        """Restore the states of all variables, and the number of updates.
+
+        Args:
+            work: the request.
+            read: states and number of updates; None for those in the request.
+        """
+        if read is None:
+            read = unpack(work.arguments["parts"], work.values), work.arguments["updates"]
+        states, updates = read
         # States have no names in messages; the order of `add` is the same on all tasks.
         named = dict(zip(self.group.names(), states, strict=True))
-        self.group.load(named, work.arguments["updates"])
+        self.group.load(named, updates)
         work.reply()
