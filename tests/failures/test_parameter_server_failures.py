@@ -288,6 +288,52 @@ def test_training_goes_on_without_a_chief_that_died_during_a_save(tmp_path, dies
     assert "rank 2: restored ['step-000001'] True" in lines(second), second
 
 
+def test_a_ps_that_dies_during_a_restore_is_an_error_that_names_it(tmp_path):
+    text = """
+        if comm.rank == 1:
+            checkpoint.fill = lambda *arguments: die()
+        if server.cluster.job == "ps":
+            outcome(server.join)
+        elif strategy.is_chief:
+            saver.save(1)
+            checkpoints.wait()
+            say(" | ".join([outcome(saver.restore), outcome(push)]))
+    """
+    result = start(tmp_path, 4, SAVES, text, END)
+    (found,) = lines(result)
+    error, after = found.split(" | ")
+    assert "UnavailableError: restore: restore_read: task 1 died" in error, result
+    assert error.endswith("(/job:ps/task:1)"), result
+    assert "start again from a checkpoint" in after, result
+
+
+# When the chief dies: one ps has read its parts; all have, and none has loaded them.
+@pytest.mark.parametrize(("operation", "sent"), [("restore_read", 1), ("load", 0)])
+def test_training_goes_on_without_a_chief_that_died_during_a_restore(tmp_path, operation, sent):
+    text = f"""
+        if server.cluster.job == "ps":
+            say(outcome(server.join))
+        elif strategy.is_chief:
+            first = saver.checkpoints.latest() is None
+            if first:
+                for _ in range(50):
+                    push()
+                saver.save(1)
+                checkpoints.wait()
+                ask_or_die({operation!r}, sent={sent})
+            say("restored", saver.restore(), strategy.state_dict()["variable/w"][0] <= -50)
+        else:
+            if not os.path.exists("run/step-000001"):
+                until_one_dies()
+            for _ in range(20):
+                push()
+            say("done")
+    """
+    first, second = start(tmp_path, 4, SAVES, text, END), start(tmp_path, 4, SAVES, text, END)
+    assert lines(first) == ["rank 0: fine", "rank 1: fine", "rank 3: done"], first
+    assert "rank 2: restored 1 True" in lines(second), second
+
+
 def test_a_worker_that_died_while_it_pushed_does_not_delay_a_save(tmp_path):
     text = """
         if server.cluster.job == "ps":
