@@ -160,8 +160,10 @@ class _Restorer:
         if (node := self._of_rank(node)) is None:
             return
         state = self.value(node)
-        if kind.methods[0] == "state_dict":
-            # The file stores a Counter, such as that of MultiStepLR, as a dict.
+        nested = isinstance(state, dict) and any(isinstance(x, dict) for x in state.values())
+        # The file stores a Counter, such as that of MultiStepLR, as a dict. A flat state has none,
+        # and may be as large as that of variables on ps tasks.
+        if kind.methods[0] == "state_dict" and nested:
             state = _with_counters(state, live.state_dict())
         # Only collected here: `Saver.restore` runs all of them after every rank has compared.
         self.puts.append(lambda: kind.load(live, state, self._comm))
