@@ -55,8 +55,8 @@ class CheckpointManager:
     checkpoints. URLs have no lock: `save` raises if another job has written in the meantime.
 
     With `sharded` and without `comm`, this process saves alone, but tasks that hold parts of an
-    object of `Saver`, such as the variables of a `ParameterServerStrategy`, write these parts. They
-    also need access to the directory.
+    object of `Saver`, such as the variables of a `ParameterServerStrategy`, write and read these
+    parts. They also need access to the directory.
 
     With `background`, `save` returns when the writing ranks have copied their arrays; threads write
     the copies. At most one checkpoint is in progress. The next collective call waits for it and
@@ -73,7 +73,7 @@ class CheckpointManager:
         keep_every_n_hours: also keep the first of the older ones, and then one per this many hours.
         best: "min" or "max": also keep the checkpoint with the lowest or highest metric.
         background: whether to write in the background. The copies stay allocated for the next save.
-        sharded: whether each rank, or each task that holds a part, writes its part.
+        sharded: whether each rank, or each task that holds a part, writes and reads its part.
 
     Raises:
         ValueError: `keep_every_n_hours` is not above 0, or `best` is unknown.
@@ -126,7 +126,7 @@ class CheckpointManager:
 
     @property
     def asks_tasks(self) -> bool:
-        """Whether this process saves alone, and tasks with parts of its objects write them."""
+        """Whether this process saves alone, and tasks write and read their parts of its objects."""
         return self._asks_tasks
 
     def save(

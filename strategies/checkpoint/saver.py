@@ -37,7 +37,8 @@ class Saver:
     checkpoints are sharded, all ranks write, and objects may be parts: a `Slice`, distributed
     tensors of PyTorch (DTensor), modules and optimizers that contain them. All methods but
     `saver[name]` are *collective*. If the manager is sharded without ranks, the ps tasks of a
-    `ParameterServerStrategy` among the objects write its variables, in one version.
+    `ParameterServerStrategy` among the objects, also inside containers, write its variables in one
+    version, and read them.
 
     Args:
         checkpoints: manager that stores the checkpoints; its ranks call the methods.
@@ -147,7 +148,8 @@ class Saver:
             NotFoundError: the checkpoint lacks one of the names.
             InvalidArgumentError: containers, shapes or dtypes differ from those of the objects, or
                 `Saver` did not write the checkpoint; no object has changed.
-            OpError: as `CheckpointManager.restore_or_none`.
+            OpError: as `CheckpointManager.restore_or_none`; the error of a ps task names it, and no
+                object has changed.
             Exception: the error of an object's own method, such as that of a module with layers of
                 other sizes; objects may have changed. All errors are raised on all ranks.
         """

@@ -51,7 +51,8 @@ class Restore:
 
     def is_large(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether only the ps tasks read a tensor; see `RemoteRestore.is_large`."""
-        return state_io.is_large(name, shape)
+        # The name may be that of another object of the saver, such as "model/more".
+        return name.startswith(("variable/", "optimizer/")) and state_io.is_large(name, shape)
 
     def read(
         self,
