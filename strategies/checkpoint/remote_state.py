@@ -77,7 +77,7 @@ class RemoteTensor:
 
 
 class RemoteRestore(Protocol):
-    """A restore of a state, of which other tasks read their parts from a checkpoint."""
+    """A restore of a state whose parts other tasks read from a checkpoint."""
 
     def is_large(self, name: str, shape: tuple[int, ...]) -> bool:
         """Return whether only the tasks read a tensor, given by its name in the state."""
@@ -103,7 +103,7 @@ class RemoteRestore(Protocol):
         """
 
     def load(self) -> None:
-        """Let all tasks change their state to what they have read."""
+        """Let all tasks load their parts."""
 
     def close(self) -> None:
         """Release what the tasks have read; harmless when repeated."""

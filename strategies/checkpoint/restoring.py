@@ -161,8 +161,8 @@ class _Restorer:
             return
         state = self.value(node)
         nested = isinstance(state, dict) and any(isinstance(x, dict) for x in state.values())
-        # The file stores a Counter, such as that of MultiStepLR, as a dict. A flat state has none,
-        # and may be as large as that of variables on ps tasks.
+        # The file stores a Counter, such as that of MultiStepLR, as a dict. A flat state lacks
+        # dicts, and may be as large as that of variables on ps tasks.
         if kind.methods[0] == "state_dict" and nested:
             state = _with_counters(state, live.state_dict())
         # Only collected here: `Saver.restore` runs all of them after every rank has compared.

@@ -233,7 +233,7 @@ class Client:
         )
 
     def restore(self) -> Restore:
-        """Return a restore, of which each ps reads its parts; see `Restore`."""
+        """Return a restore by all ps tasks; see `Restore`."""
         self._refuse_ps("restore")
 
         def load(told: Sequence[dict[str, Any]]) -> None:

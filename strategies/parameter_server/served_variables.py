@@ -253,10 +253,10 @@ class ServedVariables(HostingStrategy):
         return self._client.snapshot(synchronous=self.synchronous, timeout=self.timeout)
 
     def remote_restore(self) -> Restore:
-        """Return a restore of `state_dict`, of which each ps reads its parts from the files.
+        """Return a restore of `state_dict` from files, by all ps tasks.
 
-        `Saver` calls it if its manager is sharded without ranks. A ps needs memory for its
-        variables and slots twice.
+        `Saver` calls it if its manager is sharded without ranks: each ps reads its parts. A ps
+        needs memory for its variables and slots twice.
 
         Raises:
             FailedPreconditionError: this is a ps task.
