@@ -14,12 +14,15 @@ import strategies
 from served import opened, training
 from strategies.checkpoint import Saver, checkpoint
 from strategies.errors import (
+    CancelledError,
     DataLossError,
     FailedPreconditionError,
     InvalidArgumentError,
     NotFoundError,
 )
 from strategies.parameter_server import ParameterServerStrategy, restore_server
+from strategies.parameter_server.server import PARAMETERS
+from strategies.session import TrainingSession
 
 VARIABLES = {
     "table": np.zeros((7, 2), np.float32),
@@ -317,3 +320,47 @@ def test_a_restore_waits_for_no_gradients(comm):
             assert os.listdir(folder)
             shutil.rmtree(folder)
         workers.barrier()
+
+
+def test_a_session_raises_the_error_of_a_ps_on_all_workers(world, monkeypatch):
+    def run(comm):
+        if comm.size < 3:
+            return
+        folder = folder_of(comm)
+        saved(comm, folder, ps=2, parts=2, sharded=True)
+        comm.barrier()
+        if comm.rank == 0:
+            damaged(folder, monkeypatch)
+        comm.barrier()
+        with opened(comm, ps=2) as server:
+            strategy = made(server, parts=2)
+            if training(server):
+                with manager(folder) as checkpoints:
+                    saver = Saver(checkpoints, model=strategy, epoch=0)
+                    with (
+                        pytest.raises(DataLossError, match=r"checksum.*\(/job:ps/task:1\)"),
+                        TrainingSession(saver, server.cluster.workers, in_step=False),
+                    ):
+                        pass
+        comm.barrier()
+        if comm.rank == 0:
+            shutil.rmtree(folder)
+
+    world.run(run)
+
+
+@pytest.mark.several
+def test_a_restore_that_has_ended_loads_nothing(comm):
+    with opened(comm) as server:
+        strategy = made(server, parts=2)
+        if not strategy.is_chief:
+            return
+        before = bits(strategy.state_dict())
+        task = server.cluster.ranks_of("ps")[0]
+        place, _ = strategy.service.open(PARAMETERS, {}, name=strategy.shared_name, task=task)
+        told = {"restore": 0, "change": 1}
+        strategy.service.disown(strategy.service.start(place, "restore", lambda answer: None, told))
+        for operation in ("restore_read", "load"):
+            with pytest.raises(CancelledError, match="restore: it has ended"):
+                strategy.service.request(place, operation, told)
+        assert bits(strategy.state_dict()) == before
