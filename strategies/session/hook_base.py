@@ -76,24 +76,34 @@ class HookList:
     Args:
         hooks: in any order; hooks with equal `order` keep theirs.
 
-    Attributes:
-        before_run: methods to call before each step; hooks that do not override it are left out.
-        after_run: methods to call after each step.
-        after_save: methods to call after each checkpoint.
     """
 
     def __init__(self, hooks: Iterable[Hook]) -> None:
         self._hooks = sorted(hooks, key=lambda hook: hook.order)
         # Only methods that a hook overrides: a step with few hooks costs few calls.
-        self.before_run, self.after_run, self.after_save = (
+        self._before_run, self._after_run = (
             [getattr(hook, name) for hook in self._hooks if _has(hook, name)]
-            for name in ("before_run", "after_run", "after_save")
+            for name in ("before_run", "after_run")
         )
 
-    def call(self, name: str, session: Session) -> None:
+    def call(self, name: str, session: Session, *arguments: Any) -> None:
         """Call one method of all hooks."""
         for hook in self._hooks:
-            getattr(hook, name)(session)
+            getattr(hook, name)(session, *arguments)
+
+    def before_step(self, session: Session) -> None:
+        """Call `before_run` of the hooks that override it."""
+        for call in self._before_run:
+            call(session)
+
+    def after_step(self, session: Session, values: Values) -> Exception | None:
+        """Call `after_run` of the hooks that override it; return the error of the first to fail."""
+        try:
+            for call in self._after_run:
+                call(session, values)
+        except Exception as error:
+            return error
+        return None
 
     def close(self) -> None:
         """Close all hooks, also after one whose `close` fails."""

@@ -10,22 +10,17 @@
 
 from __future__ import annotations
 
-import logging
-import time
 from collections.abc import Callable, Iterable, Mapping
-from types import TracebackType
+from contextlib import ExitStack
 from typing import Any, TypeVar
 
 import collectives as cc
 from strategies import errors
 from strategies.checkpoint.saver import Saver
-from strategies.core.process_group import ProcessGroup
 from strategies.core.validation import integer
-from strategies.elastic import event_log
 from strategies.elastic.elastic_state import State
 from strategies.elastic.fault_injection import inject
 from strategies.elastic.preemption import Preemption
-from strategies.elastic.surviving_ranks import retry_on_survivors
 from strategies.session.hook_base import Hook, HookList
 from strategies.session.hooks import SaveCheckpoints, StopAtStep
 from strategies.session.session_state import SessionState
@@ -34,12 +29,6 @@ from strategies.session.stop_control import StopControl
 __all__ = ["TrainingSession"]
 
 R = TypeVar("R")
-
-_log = logging.getLogger(__name__)
-
-# Errors that end the block quietly: the input is used up.
-_ENDS = (errors.OutOfRangeError, StopIteration)
-_RECOVERABLE = (errors.AbortedError, errors.UnavailableError)
 
 
 class TrainingSession:
@@ -119,24 +108,16 @@ class TrainingSession:
         hooks: Iterable[Hook] = (),
         global_step: Callable[[], int] | None = None,
         preemption: Preemption | None = None,
-        recoverable: tuple[type[Exception], ...] = _RECOVERABLE,
+        recoverable: tuple[type[Exception], ...] = (errors.AbortedError, errors.UnavailableError),
         retries: int = 3,
         recover: Callable[[Exception], Saver | None] | None = None,
     ) -> None:
-        if saver is not None and not hasattr(saver, "checkpoints"):
-            raise TypeError(f"TrainingSession: expected a Saver or None, got {saver!r}")
-        shared = None if saver is None else saver.checkpoints.comm
-        # Saving together is collective, and these ranks reach their steps at different times.
-        if shared is not None and not in_step:
-            raise ValueError(
-                "TrainingSession: ranks that are not in step cannot save together, expected a "
-                "CheckpointManager without ranks, got one with a communicator"
-            )
-        self._in_step, self._restores, self._metric = in_step, restore, metric
-        self._state = state
-        self._commit_steps = integer("TrainingSession", "commit_steps", commit_steps)
+        self._kept = SessionState(
+            saver, state, comm, in_step=in_step, commit_steps=commit_steps, restore=restore,
+            metric=metric, recover=recover,
+        )  # fmt: skip
         every = list(hooks)
-        self._last_step_hooks = [hook for hook in every if isinstance(hook, StopAtStep)]
+        self._stops = [hook for hook in every if isinstance(hook, StopAtStep)]
         if saver is not None and (save_steps, save_seconds) != (None, None):
             seconds = save_seconds if save_steps is None else None
             every.append(SaveCheckpoints(every_steps=save_steps, every_seconds=seconds))
@@ -145,46 +126,25 @@ class TrainingSession:
         self._preemption = Preemption() if preemption is None else preemption
         self._owns_preemption = preemption is None
         # Without a checkpoint or a commit there is nothing to return to, so every error is final.
-        keeps = saver is not None or state is not None
-        self._recoverable = recoverable if in_step and keeps else ()
+        self._recoverable = recoverable if in_step and (saver or state) else ()
         self._retries = integer("TrainingSession", "retries", retries, least=0)
-        self._recover_ranks = recover
-        # -1: the first state is not in a file yet, even if it is that of step 0.
-        self._step, self._saved_step, self._committed_step, self._steps_done = 0, -1, 0, 0
         self._values: Mapping[str, Any] = {}
         self._stop = StopControl(self._preemption)
-        self._open = False
-        self._meet(saver, shared if comm is None else comm)
-
-    def _meet(self, saver: Saver | None, comm: cc.Communicator | None) -> None:
-        state = self._state
-        if state is not None:
-            comm = state.comm if comm is None else comm
-            if comm is not state.comm or not self._in_step or "step" not in state:
-                raise ValueError(
-                    "TrainingSession: expected a state of the ranks that train in step that "
-                    "contains step, such as State(comm, step=0, model=model), and a "
-                    "CheckpointManager(directory, state.comm), got other ranks or no step"
-                )
-        self._all = ProcessGroup(comm)  # synchronizes at the start and the end
-        self._ranks = self._all if self._in_step else ProcessGroup()  # synchronizes in every step
-        self._kept = SessionState(saver, state, self._all, self._ranks)
 
     @property
     def step(self) -> int:
         """Number of steps done, including those before the restored checkpoint."""
-        return self._step
+        return self._kept.step
 
     @property
     def last_step(self) -> int | None:
         """Step at which the training ends; None if no hook defines it."""
-        known = [hook.last_step for hook in self._last_step_hooks if hook.last_step is not None]
-        return min(known, default=None)
+        return min((h.last_step for h in self._stops if h.last_step is not None), default=None)
 
     @property
     def is_chief(self) -> bool:
         """Whether this process writes shared files."""
-        return self._all.rank == 0
+        return self._kept.everyone.rank == 0
 
     @property
     def preempted(self) -> bool:
@@ -232,10 +192,10 @@ class TrainingSession:
 
         Cost: 2 to 6 us, and an all-reduce of 40 bytes if the session is in step.
         """
-        if self._stop.stopping or not self._open:
+        if self._stop.stopping or not self._stop.is_open:
             raise RuntimeError(
-                f"run: the session {'has stopped' if self._open else 'is not open'}, expected an "
-                f"open one; check should_stop() before each step (step {self._step})"
+                f"run: the session {'has stopped' if self._stop.is_open else 'is not open'}, "
+                f"expected an open one; check should_stop() before each step (step {self.step})"
             )
         # Counted per step: a step that always fails must not be repeated for ever.
         failures = 0
@@ -246,197 +206,94 @@ class TrainingSession:
                 failures += 1
                 if failures > self._retries:
                     raise
-                self._recover(error)
+                self._kept.go_back(error)
+                self._begin_steps()
 
     def _attempt(self, function: Callable[[], R]) -> R:
         def body() -> R:
-            for call in self._hooks.before_run:
-                call(self)
+            self._hooks.before_step(self)
             # Inside the step, so that an injected error is recovered like one of the program.
-            inject(self._step, self._kept.arrays())
+            inject(self._kept.step, self._kept.arrays())
             try:
                 return function()
             except StopIteration as error:
                 # A StopIteration that leaves a generator of the caller would become a RuntimeError.
                 raise errors.OutOfRangeError("run: the input has ended") from error
 
-        result = self._ranks.raise_together("run", body)
+        result = self._kept.ranks.raise_together("run", body)
         # Restored below if a hook fails on any rank, because the step does not count then.
-        done = self._step
-        self._step = done + 1 if self._global_step is None else self._global_step()
-        try:
-            self._settle(self._show_to_hooks(result))
-        except BaseException:
-            self._step = done
-            raise
-        self._steps_done += 1
-        # After the agreement on this step, so that a commit never contains a step that failed on a
-        # rank.
-        if self._state is not None and self._step - self._committed_step >= self._commit_steps:
-            self._commit()
-        return result
-
-    def _show_to_hooks(self, result: Any) -> Exception | None:
-        """Call the hooks with the values; return the error of the first that fails."""
+        done = self._kept.step
+        self._kept.step = done + 1 if self._global_step is None else self._global_step()
         self._values = result if isinstance(result, Mapping) else {}
         try:
-            for call in self._hooks.after_run:
-                call(self, self._values)
-        except Exception as error:
-            return error
-        return None
-
-    def _settle(self, failure: Exception | None = None) -> None:
-        """Agree on the actions after this step, and run them."""
-        # The error of a hook goes into the exchange, and is raised there on all ranks.
-        due = self._stop.resolve(self._step, self._steps_done, failure)
-        # Commit before saving: if a rank dies during the save, this step is not lost.
-        if due.leave and self._state is not None and self._step != self._committed_step:
-            self._commit()
-        # If not in step, other ranks may have changed the variables since this rank saved.
-        is_saved = self._in_step and self._step == self._saved_step
-        # Ranks that are not in step save in `_end`, when all have stopped.
-        if due.save and not is_saved and (self._in_step or not due.leave):
-            self._save()
-        if due.leave and not due.stop:
-            # A training that is over anyway ends without status 85, which would requeue the job.
-            self._stop.finished(self._step)
-
-    def _recover(self, error: Exception) -> None:
-        """Return to the last commit or checkpoint."""
-        _log.warning("step %d has failed, going back: %s", self._step, error)
-        event_log.write("retried", step=self._step, error=f"{type(error).__name__}: {error}")
-        saver = None if self._recover_ranks is None else self._recover_ranks(error)
-        if saver is not None:
-            # The ranks may have changed, so all agreements need the new communicator.
-            self._meet(saver, saver.checkpoints.comm)
-        if not self._is_back(self._kept.go_back()):
-            # No checkpoint and no commit exist yet, so the error is final.
-            raise error
-        self._begin_steps()
+            # The error of a hook goes into the exchange, and is raised there on all ranks.
+            self._stop.settle(self._kept, self._save, self._hooks.after_step(self, self._values))
+        except BaseException:
+            self._kept.step = done
+            raise
+        self._stop.steps += 1
+        # After the agreement, so that a commit never contains a step that failed on a rank.
+        self._kept.commit_if_due()
+        return result
 
     def _begin_steps(self) -> None:
         """Call `after_create` of the hooks, and check whether there is a step to run."""
         self._call_hooks("after_create")
         # After the hooks: a plan is collective, and a hook may fail on one rank.
-        self._stop.meet(self._ranks)
+        self._stop.meet(self._kept.ranks)
         # A hook may stop at once, such as when the last step was restored.
-        self._settle()
+        self._stop.settle(self._kept, self._save)
 
     def _call_hooks(self, name: str) -> None:
         """Call one method of all hooks, which may be collective; errors are raised on all ranks."""
-        self._all.raise_together(name, lambda: self._hooks.call(name, self))
-
-    def _is_back(self, step: int | None) -> bool:
-        """Set the step counters to a restored step; return False if there is none."""
-        if step is not None:
-            # After a checkpoint the state was committed as well; see `SessionState.begin`.
-            self._step = self._committed_step = step
-            self._saved_step = step if self._kept.is_in_file else -1
-            event_log.write("restored", step=step, file=self._kept.from_file)
-        return step is not None
-
-    def _commit(self) -> None:
-        self._kept.commit(self._step)
-        self._committed_step = self._step
+        self._kept.everyone.raise_together(name, lambda: self._hooks.call(name, self))
 
     def _save(self) -> None:
-        """Write a checkpoint; together if in step."""
-        began = time.monotonic()
-        metric = self._values.get(self._metric) if self._metric is not None else None
-        path = self._kept.save(self._step, metric)
-
-        def tell() -> None:
-            for call in self._hooks.after_save if path is not None and self.is_chief else ():
-                call(self, path)
-
-        # Only the chief calls hooks here, so its error must reach the other ranks.
-        self._ranks.run_then_agree("save: hooks", tell)
-        self._saved_step = self._step
-        # Includes the hooks: the grace period of a preemption must suffice for both.
-        seconds = time.monotonic() - began
-        self._stop.saved(seconds)
-        if path is not None:
-            event_log.write("saved", step=self._step, seconds=round(seconds, 6))
+        self._stop.seconds_of_save = self._kept.save(
+            self._values, lambda path: self._hooks.call("after_save", self, path)
+        )
 
     def __enter__(self) -> TrainingSession:
-        if self._owns_preemption:
-            # First, so that a signal during the restore is not lost.
-            self._preemption.__enter__()
-        try:
+        with ExitStack() as stack:
+            if self._owns_preemption:
+                # First, so that a signal during the restore is not lost.
+                stack.enter_context(self._preemption)
+            stack.callback(self._hooks.close)  # before the preemption ends, which may exit
+            stack.callback(self._stop.close)
             self._call_hooks("begin")
-            restored = self._is_back(self._kept.begin(self._restores))
-            self._open = True
-            self._stop.begin()
+            restored = self._kept.begin()
             self._begin_steps()
-            if not restored and self._saved_step < 0:
+            if not restored and self._kept.saved_step < 0:
                 self._save()  # so that a failure before the first checkpoint can return here
-            self._all.agree("the session is open")  # no rank trains before the save is complete
-        except BaseException:
-            try:
-                self._close()
-            finally:
-                if self._owns_preemption:
-                    # With an error, so that it does not exit with status 85 instead of raising.
-                    self._preemption.__exit__(RuntimeError, None, None)
-            raise
+            # No rank trains before the save is complete.
+            self._kept.everyone.agree("the session is open")
+            self._opened = stack.pop_all()
         return self
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> bool:
+    def __exit__(self, kind: type[BaseException] | None, *error: Any) -> bool:
         """Close the session; *collective* unless there is an error.
 
         Raises:
             SystemExit: with status 85, if the batch system asked the job to stop.
         """
-        well = kind is None or issubclass(kind, _ENDS)
-        failed: type[BaseException] | None = RuntimeError
-        try:
-            try:
-                if well:
-                    self._end()
-            finally:
-                # Before the preemption, which may exit.
-                self._close()
-            failed = None if well else kind
-        finally:
-            if self._owns_preemption:
-                self._preemption.__exit__(failed, None, None)
-        return well
+        # These errors end the block quietly: the input is used up.
+        if kind is not None and not issubclass(kind, (errors.OutOfRangeError, StopIteration)):
+            self._opened.__exit__(kind, *error)
+            return False
+        with self._opened:
+            self._end()
+        return True
 
     def _end(self) -> None:
-        if not self._in_step:
-            self._wait_for_survivors("end of the session")
-            if self._steps_done or self._stop.asked:
-                self._saved_step = -1  # other ranks may have trained since this rank saved
-        if self._step != self._saved_step:
+        if not self._kept.in_step:
+            self._kept.wait_for_survivors("end of the session")
+            if self._stop.steps or self._stop.asked:
+                self._kept.saved_step = -1  # other ranks may have trained since this rank saved
+        if self._kept.step != self._kept.saved_step:
             self._save()
-        if self._state is not None and self._step != self._committed_step:
-            self._commit()  # a rank that dies from here on does not lose the step
+        self._kept.commit()  # a rank that dies from here on does not lose the step
         # The last checkpoint may still be written in the background.
-        self._all.raise_together("save", self._kept.wait)
+        self._kept.everyone.raise_together("save", self._kept.wait)
         self._call_hooks("end")
         # No rank leaves while another still needs it, such as for an evaluation in `end`.
-        self._wait_for_survivors("the session has ended")
-
-    def _wait_for_survivors(self, point: str) -> None:
-        """Wait until all ranks are at a point; out of step, only until the surviving ranks are.
-
-        If the chief has died, the first surviving rank is the chief from then on.
-        """
-        comm = self._all.comm
-        # In step, the surviving ranks have lost a part of the batch, so they raise.
-        if self._in_step or comm is None:
-            self._all.agree(point)
-            return
-        self._all.comm = retry_on_survivors(comm, lambda ranks: ProcessGroup(ranks).agree(point))
-        if lost := comm.size - self._all.size:
-            _log.warning("%d of %d ranks have died; the session ends without them", lost, comm.size)
-
-    def _close(self) -> None:
-        self._stop.stopping = True
-        self._hooks.close()
+        self._kept.wait_for_survivors("the session has ended")

@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+import logging
+import time
+from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
 import collectives as cc
@@ -11,9 +13,14 @@ from strategies.checkpoint import state_protocols as kinds
 from strategies.checkpoint.saver import Saver
 from strategies.checkpoint.storage import Location
 from strategies.core.process_group import ProcessGroup
+from strategies.core.validation import integer
+from strategies.elastic import event_log
 from strategies.elastic.elastic_state import State
+from strategies.elastic.surviving_ranks import retry_on_survivors
 
 __all__ = ["SessionState"]
+
+_log = logging.getLogger("strategies.session.session")
 
 
 class SessionState:
@@ -23,28 +30,71 @@ class SessionState:
         saver: saver of all ranks; if its manager has no ranks, the chief's is used. None saves
             nothing.
         state: state that ranks resume from after a death, or None.
-        everyone: the ranks of the session.
-        in_step: the ranks that save at the same time: `everyone`, or this rank alone.
+        comm: the ranks; None uses those of the saver's checkpoints or of the state.
+        in_step: whether the ranks train in step.
+        commit_steps: number of steps between two commits.
+        restore: whether `begin` restores the newest checkpoint.
+        metric: name of the value that rates a checkpoint, or None.
+        recover: see `TrainingSession`.
+
+    Raises:
+        TypeError: `saver` is not a Saver.
+        ValueError: ranks that are not in step share a manager; or the state belongs to other ranks
+            or has no `step`.
 
     Attributes:
-        from_file: whether the last restore was from a checkpoint.
-        is_in_file: whether a checkpoint of this step exists.
+        everyone: the ranks of the session, which synchronize at the start and the end.
+        step: number of steps done.
+        ranks: the ranks that synchronize in every step: `everyone`, or this rank alone.
+        saved_step: step of the last checkpoint; -1 if the current state is not in a file yet.
     """
 
     def __init__(
         self,
         saver: Saver | None,
         state: State | None,
-        everyone: ProcessGroup,
-        in_step: ProcessGroup,
+        comm: cc.Communicator | None,
+        *,
+        in_step: bool,
+        commit_steps: int,
+        restore: bool,
+        metric: str | None,
+        recover: Callable[[Exception], Saver | None] | None,
     ) -> None:
-        self._saver, self._state = saver, state
-        self._everyone, self._in_step = everyone, in_step
-        self._together = saver is not None and saver.checkpoints.comm is not None
-        self.from_file = self.is_in_file = False
-        self._on_its_way = -1  # step of the checkpoint in the background
+        if saver is not None and not hasattr(saver, "checkpoints"):
+            raise TypeError(f"TrainingSession: expected a Saver or None, got {saver!r}")
+        # Saving together is collective, and these ranks reach their steps at different times.
+        if saver is not None and saver.checkpoints.comm is not None and not in_step:
+            raise ValueError(
+                "TrainingSession: ranks that are not in step cannot save together, expected a "
+                "CheckpointManager without ranks, got one with a communicator"
+            )
+        self._state, self.in_step, self._recover = state, in_step, recover
+        self._commit_steps = integer("TrainingSession", "commit_steps", commit_steps)
+        self._restores, self._metric = restore, metric
+        self.step, self.saved_step = 0, -1
+        self._committed_step = 0
         self._unsaved: dict[str, Any] = {}
         self._uncommitted: dict[str, Any] = {}
+        self._on_its_way = -1  # step of the checkpoint in the background
+        self._meet(saver, comm)
+
+    def _meet(self, saver: Saver | None, comm: cc.Communicator | None) -> None:
+        state = self._state
+        if comm is None and saver is not None:
+            comm = saver.checkpoints.comm
+        if state is not None:
+            comm = state.comm if comm is None else comm
+            if comm is not state.comm or not self.in_step or "step" not in state:
+                raise ValueError(
+                    "TrainingSession: expected a state of the ranks that train in step that "
+                    "contains step, such as State(comm, step=0, model=model), and a "
+                    "CheckpointManager(directory, state.comm), got other ranks or no step"
+                )
+        self._saver = saver
+        self._together = saver is not None and saver.checkpoints.comm is not None
+        self.everyone = ProcessGroup(comm)
+        self.ranks = self.everyone if self.in_step else ProcessGroup()
 
     def __getitem__(self, name: str) -> Any:
         """Return an object, as last passed to `update` or restored."""
@@ -80,78 +130,121 @@ class SessionState:
         if keeper is not None:
             yield from keeper.arrays()
 
-    def begin(self, restore: bool) -> int | None:
+    def begin(self) -> bool:
         """Restore the last commit if there is one, or else a checkpoint; *collective*.
 
-        Args:
-            restore: whether to restore the newest checkpoint without a commit.
-
         Returns:
-            The number of steps done; None without a commit or checkpoint.
+            Whether there is a commit or checkpoint.
         """
         state = self._state
-        self.from_file = self.is_in_file = False
         # A commit of step 0 was made before any step, so no checkpoint is older.
         if state is not None and state.number >= 0 and state["step"] > 0:
             self._take_from_state()
+            step, is_in_file = int(state["step"]), False
             if self._saver is not None:
                 # An earlier session may have saved this step; ranks admitted since do not know it.
                 own = state.in_files.get(str(self._saver.checkpoints.directory), -1)
-                self.is_in_file = state.comm.allreduce(own, op=cc.MAX) == state["step"]
-            return int(state["step"])
-        step = self._restore() if restore else None
-        if state is not None and (step is not None or state.number < 0):
-            if self._saver is not None and step is not None:
+                is_in_file = state.comm.allreduce(own, op=cc.MAX) == step
+            self._back_at(step, is_in_file=is_in_file)
+            return True
+        found = self._restore() if self._restores else None
+        if state is not None and (found is not None or state.number < 0):
+            if self._saver is not None and found is not None:
                 # The saver may have replaced objects, which the state must then commit.
                 self._uncommitted |= {name: self._saver[name] for name in self._common()}
             # A death before the next commit returns to this step.
-            self.commit(0 if step is None else step)
-        return step
+            self._commit(found or 0)
+        if found is not None:
+            self._back_at(found, from_file=True)
+        return found is not None
 
-    def go_back(self) -> int | None:
+    def go_back(self, error: Exception) -> None:
         """Return to the last commit, or without a state to the newest checkpoint; *collective*.
 
-        Returns:
-            Its step; None without a checkpoint.
+        Args:
+            error: error of the step that has failed.
 
         Raises:
             FailedPreconditionError: an object is a pipeline, which cannot return.
+            Exception: the error, because there is no checkpoint.
         """
+        _log.warning("step %d has failed, going back: %s", self.step, error)
+        event_log.write("retried", step=self.step, error=f"{type(error).__name__}: {error}")
+        saver = None if self._recover is None else self._recover(error)
+        if saver is not None:
+            # The ranks may have changed, so all agreements need the new communicator.
+            self._meet(saver, saver.checkpoints.comm)
         # Replacements of the failed step must not outlive it.
         self._discard()
-        if self._state is None:
-            return self._restore()
-        self.from_file = self.is_in_file = False
-        self._state.restore()
-        self._take_from_state()
-        return int(self._state["step"])
+        if self._state is not None:
+            self._state.restore()
+            self._take_from_state()
+            self._back_at(int(self._state["step"]))
+        elif (found := self._restore()) is not None:
+            self._back_at(found, from_file=True)
+        else:
+            # No checkpoint exists yet, so the error is final.
+            raise error
 
-    def commit(self, step: int) -> None:
-        """Commit the objects in memory, *collective*."""
+    def _back_at(self, step: int, *, from_file: bool = False, is_in_file: bool = False) -> None:
+        # After a checkpoint the state was committed as well; see `begin`.
+        self.step = self._committed_step = step
+        self.saved_step = step if from_file or is_in_file else -1
+        event_log.write("restored", step=step, file=from_file)
+
+    def commit(self) -> None:
+        """Commit the steps since the last commit, if there are any; *collective*."""
+        if self._state is not None and self.step != self._committed_step:
+            self._commit(self.step)
+
+    def commit_if_due(self) -> None:
+        """Commit if there were `commit_steps` steps since the last commit; *collective*."""
+        if self.step - self._committed_step >= self._commit_steps:
+            self.commit()
+
+    def _commit(self, step: int) -> None:
         assert self._state is not None
         self._state.commit(**{**self._uncommitted, "step": step})
         # Only after the commit: if it fails, the next one needs them again.
         self._uncommitted.clear()
+        self._committed_step = step
 
-    def save(self, step: int, metric: float | None) -> Location | None:
-        """Write a checkpoint, *collective* among `in_step`.
+    def needs_save(self, *, is_last: bool) -> bool:
+        """Return whether a checkpoint after this step would be new."""
+        # If not in step, other ranks may have changed the variables since this rank saved. The
+        # last checkpoint is then written at the end, when all have stopped.
+        return self.step != self.saved_step if self.in_step else not is_last
 
-        Returns:
-            The directory; None if another rank writes, or nothing is saved.
+    def save(self, values: Mapping[str, Any], after_save: Callable[[Location], None]) -> float:
+        """Write a checkpoint, *collective* among `ranks`; return the seconds that it took.
+
+        Args:
+            values: values of the last step.
+            after_save: called on the chief with the directory.
         """
-        saver = self._saver
-        if saver is None:
-            return None
-        new = self._unsaved
-        path = self._in_step.raise_together(
-            "save", lambda: saver.save(step, metric=metric, **new) if self._writes else None
+        began, step = time.monotonic(), self.step
+        metric = None if self._metric is None else values.get(self._metric)
+        saver, new, path = self._saver, self._unsaved, None
+        if saver is not None:
+            path = self.ranks.raise_together(
+                "save", lambda: saver.save(step, metric=metric, **new) if self._writes else None
+            )
+            self._unsaved.clear()
+            self._on_its_way = step
+            if not saver.checkpoints.in_background:
+                # A checkpoint in the background counts only when it is complete, in `wait`.
+                self._note_file()
+        written = path if self.everyone.rank == 0 else None
+        # Only the chief calls hooks here, so its error must reach the other ranks.
+        self.ranks.run_then_agree(
+            "save: hooks", lambda: None if written is None else after_save(written)
         )
-        self._unsaved.clear()
-        self._on_its_way = step
-        if not saver.checkpoints.in_background:
-            # A checkpoint in the background counts only when it is complete, in `wait`.
-            self._note_file()
-        return path
+        self.saved_step = step
+        # Includes the hooks: the grace period of a preemption must suffice for both.
+        seconds = time.monotonic() - began
+        if path is not None:
+            event_log.write("saved", step=step, seconds=round(seconds, 6))
+        return seconds
 
     def wait(self) -> None:
         """Wait for the checkpoint in the background."""
@@ -190,16 +283,31 @@ class SessionState:
     def _restore(self) -> int | None:
         """Restore the newest checkpoint, *collective*; return its step, or None without one."""
         saver = self._saver
-        self.from_file = self.is_in_file = True
         if saver is None or self._together:
             return None if saver is None else saver.restore()
-        step = self._everyone.run_then_agree(
+        step = self.everyone.run_then_agree(
             "restore", lambda: saver.restore() if self._writes else None
         )
-        comm = self._everyone.comm
+        comm = self.everyone.comm
         # Only the chief has read the file; the other ranks learn its step.
         return step if comm is None else comm.broadcast_object(step)
 
     @property
     def _writes(self) -> bool:
-        return self._together or self._everyone.rank == 0
+        return self._together or self.everyone.rank == 0
+
+    def wait_for_survivors(self, point: str) -> None:
+        """Wait until all ranks are at a point; out of step, only until the surviving ranks are.
+
+        If the chief has died, the first surviving rank is the chief from then on.
+        """
+        comm = self.everyone.comm
+        # In step, the surviving ranks have lost a part of the batch, so they raise.
+        if self.in_step or comm is None:
+            self.everyone.agree(point)
+            return
+        self.everyone.comm = retry_on_survivors(
+            comm, lambda ranks: ProcessGroup(ranks).agree(point)
+        )
+        if lost := comm.size - self.everyone.size:
+            _log.warning("%d of %d ranks have died; the session ends without them", lost, comm.size)

@@ -18,8 +18,9 @@ import collectives as cc
 from strategies.core.process_group import ProcessGroup
 from strategies.elastic import event_log
 from strategies.elastic.preemption import Preemption
+from strategies.session.session_state import SessionState
 
-__all__ = ["StepActions", "StopControl"]
+__all__ = ["StopControl"]
 
 _log = logging.getLogger(__name__)
 
@@ -45,24 +46,6 @@ class _StepVotes(NamedTuple):
     failed: bool = False
 
 
-class StepActions(NamedTuple):
-    """Actions after a step.
-
-    Attributes:
-        save: write a checkpoint.
-        leave: exit because the batch system asked; no further step.
-        stop: the training is over, for any reason.
-    """
-
-    save: bool = False
-    leave: bool = False
-    stop: bool = False
-
-
-# One object for the usual case, because this runs in every step.
-_NOTHING = StepActions()
-
-
 class StopControl:
     """The requests of this rank, and the decisions of all ranks in step.
 
@@ -72,24 +55,29 @@ class StopControl:
     Attributes:
         stopping: whether there is no further step.
         asked: whether the batch system has asked any rank to stop.
+        steps: number of steps since the session was opened.
+        seconds_of_save: time that the last checkpoint took.
+        is_open: whether the session was opened.
     """
 
     def __init__(self, preemption: Preemption) -> None:
-        self.stopping = self.asked = False
+        self.stopping = self.asked = self.is_open = False
         self._stop_wanted = self._save_wanted = False
         self._preemption = preemption
-        self._began = self._seconds_of_save = 0.0
-        self._steps = 0
-
-    def begin(self) -> None:
-        """Start to measure the time of the steps."""
-        self._began = time.monotonic()
+        self._began = self.seconds_of_save = 0.0
+        self.steps = 0
 
     def meet(self, ranks: ProcessGroup) -> None:
         """Decide together with these ranks from now on; *collective*."""
+        if not self.is_open:
+            self.is_open, self._began = True, time.monotonic()
         self._ranks = ranks
         # Planned once: the exchange runs in every step.
         self._agreed = _reduce_votes(ranks.comm)
+
+    def close(self) -> None:
+        """Allow no further step."""
+        self.stopping = True
 
     def request_stop(self) -> None:
         """Request that this step is the last."""
@@ -99,23 +87,24 @@ class StopControl:
         """Request a checkpoint after this step."""
         self._save_wanted = True
 
-    def saved(self, seconds: float) -> None:
-        """Record how long a checkpoint took."""
-        self._seconds_of_save = seconds
-
-    def resolve(self, step: int, steps: int, failure: Exception | None = None) -> StepActions:
-        """Agree on the actions after a step, *collective*.
+    def settle(
+        self,
+        kept: SessionState,
+        save: Callable[[], None],
+        failure: Exception | None = None,
+    ) -> None:
+        """Agree on the actions after a step, and run them; *collective*.
 
         Args:
-            step: number of the step.
-            steps: number of steps since `begin`.
+            kept: the state after the step, which is committed before leaving.
+            save: writes a checkpoint.
             failure: error of a hook on this rank.
 
         Raises:
             MismatchError: a rank has not reached the end of the step.
             Exception: the failure, on all ranks.
         """
-        self._steps = steps
+        step = kept.step
         # Read once: a signal may arrive between two uses.
         asked = self._preemption.asked
         own = _StepVotes(
@@ -135,7 +124,7 @@ class StopControl:
             # Raises: on this rank its own error, or a copy of another rank's.
             self._ranks.agree("run", failure)
         if not any(wanted):
-            return _NOTHING
+            return
         # The actions below serve the requests of all ranks.
         self._stop_wanted = self._save_wanted = False
         first = wanted.asked and not self.asked
@@ -146,14 +135,17 @@ class StopControl:
         leave = wanted.leave or (first and self._preemption.grace_seconds is None)
         self.asked = wanted.asked
         self.stopping |= wanted.stop or leave
+        if leave:
+            # Commit before saving: if a rank dies during the save, this step is not lost.
+            kept.commit()
         # With a grace period, saved now and again on leaving.
-        return StepActions(wanted.save or first or leave, leave, wanted.stop)
-
-    def finished(self, step: int) -> None:
-        """Log and acknowledge the stop that the batch system asked for."""
-        _log.info("asked to stop: leaving after step %d", step)
-        event_log.write("left", step=step)
-        self._preemption.acknowledge()
+        if (wanted.save or first or leave) and kept.needs_save(is_last=leave):
+            save()
+        if leave and not wanted.stop:
+            # A training that is over anyway ends without status 85, which would requeue the job.
+            _log.info("asked to stop: leaving after step %d", step)
+            event_log.write("left", step=step)
+            self._preemption.acknowledge()
 
     def _out_of_time(self) -> bool:
         """Return whether too little of the grace period is left for another step."""
@@ -162,8 +154,8 @@ class StopControl:
             return False
         now = time.monotonic()
         # Includes saves and hooks, which take time before the next step as well.
-        mean = (now - self._began) / max(1, self._steps)
-        spare = _SPARE_STEPS * mean + _SPARE_SAVES * self._seconds_of_save
+        mean = (now - self._began) / max(1, self.steps)
+        spare = _SPARE_STEPS * mean + _SPARE_SAVES * self.seconds_of_save
         return now > asked_at + grace - spare
 
 
