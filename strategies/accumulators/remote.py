@@ -56,11 +56,8 @@ class RemoteAccumulation(RemoteAttempts):
     def request_of(self, attempt: PendingOperation) -> tuple[str, dict[str, Any], list[Any]]:
         """Return operation, arguments and values."""
         if isinstance(attempt, Apply):
-            given = {
-                "step": attempt.local_step,
-                "worker": attempt.worker,
-                "examples": attempt.examples,
-            }
+            step, worker, examples = attempt.local_step, attempt.worker, attempt.examples
+            given = {"step": step, "worker": worker, "examples": examples}
             return "apply", given, _pack(attempt.gradients)
         assert isinstance(attempt, Take)
         return "take", {"count": attempt.count}, []
@@ -92,11 +89,7 @@ def _pack(gradients: Sequence[Gradient]) -> list[Any]:
 
 
 def _unpack(values: Sequence[Any]) -> list[Gradient]:
-    """Undo `_pack`.
-
-    Raises:
-        DataLossError: the values are not gradients.
-    """
+    """Undo `_pack`."""
     gradients: list[Gradient] = []
     for value in values:
         parts = value if isinstance(value, tuple) else (value,)

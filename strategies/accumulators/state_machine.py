@@ -17,6 +17,7 @@ import logging
 import threading
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 
 import numpy as np
 
@@ -41,6 +42,7 @@ __all__ = ["Accumulation", "Apply", "Take"]
 _log = logging.getLogger(__name__)
 
 
+@dataclass(eq=False)  # compared by identity
 class Apply(PendingOperation):
     """Add a gradient for each part.
 
@@ -54,19 +56,12 @@ class Apply(PendingOperation):
         accepted: whether they were added; False if they were stale or too many.
     """
 
-    accepted = False
+    gradients: Sequence[Gradient]
+    local_step: int
+    worker: int | None = None
+    examples: float | None = None
 
-    def __init__(
-        self,
-        gradients: Sequence[Gradient],
-        local_step: int,
-        worker: int | None = None,
-        examples: float | None = None,
-    ) -> None:
-        self.gradients = gradients
-        self.local_step = local_step
-        self.worker = worker
-        self.examples = examples
+    accepted = False
 
 
 class Take(PendingOperation):

@@ -10,7 +10,6 @@ from typing import Any
 
 from strategies.errors import OpError, OutOfRangeError
 from strategies.input.coordinator import Coordinator
-from strategies.queues.queue import RunnerStatus
 from strategies.queues.queue_types import Queue
 from strategies.rpc.wait_limits import current_settings, no_wait_limit
 
@@ -72,9 +71,9 @@ class QueueRunner:
         self._cancel_op = cancel_op or (lambda: queue.close(cancel_pending_enqueues=True))
         self._lock = threading.Lock()
         self._running = 0  # threads that have not ended
-        self._status = RunnerStatus()
+        self._started = threading.Event()
         # The queue knows its runners, so that a consumer's error can say that none was started.
-        queue.runners.append(self._status)
+        queue.runners.append(self._started)
 
     @property
     def name(self) -> str:
@@ -125,18 +124,16 @@ class QueueRunner:
                 thread.start()
         return threads
 
-    def _fill(
-        self, enqueue: Callable[[], Any], coord: Coordinator | None, done: Callable[[], object]
-    ) -> None:
-        """Call `enqueue` and then `done` in a loop, until the source or the coordinator ends it."""
+    def _fill(self, thread: _EnqueueThread, coord: Coordinator | None) -> None:
+        """Call a thread's function in a loop, until the source or the coordinator ends it."""
         # For consumers: threads have started, so an empty queue is a matter of time.
-        self._status.started = True
+        self._started.set()
         ended = False
         try:
             with no_wait_limit():  # a slow consumer is not an error
                 while coord is None or not coord.should_stop():
-                    enqueue()
-                    done()
+                    thread.enqueue()
+                    thread.calls += 1
         except self.queue_closed_exception_types:
             # The source is exhausted: a normal end.
             ended = True
@@ -179,20 +176,17 @@ class _EnqueueThread(threading.Thread):
         daemon: bool,
     ) -> None:
         super().__init__(name=name, daemon=daemon)
-        self._runner, self._enqueue, self._coord = runner, enqueue, coord
-        self._calls = self._calls_before = 0  # finished calls: now, and at the last check
+        self._runner, self.enqueue, self._coord = runner, enqueue, coord
+        self.calls = self._calls_before = 0  # finished calls: now, and at the last check
 
     def run(self) -> None:
-        self._runner._fill(self._enqueue, self._coord, self._count_call)
-
-    def _count_call(self) -> None:
-        self._calls += 1
+        self._runner._fill(self, self._coord)
 
     def stall_reason(self) -> str | None:
         """Return why no call has finished since the last check; None if one has."""
         # Counters without a lock: a stale value only delays the warning.
-        before, self._calls_before = self._calls_before, self._calls
-        if self._calls != before:
+        before, self._calls_before = self._calls_before, self.calls
+        if self.calls != before:
             return None
         queue, seconds = self._runner.queue, current_settings().stall_warning
         is_full = False

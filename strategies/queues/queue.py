@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass
+import threading
 from typing import Any
 
 from strategies.errors import InvalidArgumentError
@@ -12,7 +12,7 @@ from strategies.queues.store import RowStore
 from strategies.rpc.operation import perform
 from strategies.rpc.wait_limits import is_unlimited
 
-__all__ = ["Queue", "RunnerStatus", "check_capacity"]
+__all__ = ["Queue", "check_capacity"]
 
 
 def check_capacity(operation: str, capacity: int, *, endless: bool = False) -> None:
@@ -31,17 +31,6 @@ def check_capacity(operation: str, capacity: int, *, endless: bool = False) -> N
         raise ValueError(f"{operation}: bad capacity, expected {wanted}, got {capacity}")
 
 
-@dataclass
-class RunnerStatus:
-    """Status of a `QueueRunner`; a separate object avoids a reference cycle with its queue.
-
-    Attributes:
-        started: whether any thread of the runner was started.
-    """
-
-    started: bool = False
-
-
 class Queue:
     """Base of all queues; make one of the kinds of `strategies.queues.queue_types`.
 
@@ -58,7 +47,8 @@ class Queue:
         names: keys of the elements if they are dicts, or None.
         components: description of the elements, which checks and converts values.
         state_machine: for callers that submit operations instead of blocking a thread.
-        runners: the status of each `QueueRunner` that fills the queue.
+        runners: for each `QueueRunner` that fills the queue, whether any of its threads was
+            started. Not the runner itself, which refers to the queue.
     """
 
     def __init__(
@@ -80,7 +70,7 @@ class Queue:
         self.state_machine = QueueStateMachine(
             store, components, capacity=capacity, min_after_dequeue=min_after_dequeue, name=name
         )
-        self.runners: list[RunnerStatus] = []
+        self.runners: list[threading.Event] = []
         self._context = f" (queue: {name}, capacity: {capacity})"  # suffix of errors
 
     @staticmethod
@@ -218,7 +208,7 @@ class Queue:
         """Return why an operation may be waiting; None if a long wait is expected."""
         if operation.startswith("dequeue"):
             # In pipelines of TensorFlow 1 this mistake looks like a hang, so it gets a hint.
-            if any(not runner.started for runner in self.runners):
+            if any(not started.is_set() for started in self.runners):
                 return (
                     "the queue's QueueRunner was not started, expected create_threads(start=True) "
                     "or start_queue_runners([runner])"

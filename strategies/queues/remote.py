@@ -8,7 +8,7 @@ from __future__ import annotations
 
 import inspect
 import logging
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Mapping, Sequence
 from functools import partial
 from typing import Any, TypeVar
 
@@ -238,10 +238,6 @@ def _dequeue(queue: Queue, work: ServerRequest) -> None:
     serve(queue.state_machine, wanted, work, answer)
 
 
-def _close(queue: Queue, work: ServerRequest) -> None:
-    serve(queue.state_machine, Close(), work, lambda done: work.reply())
-
-
 def _close_now(queue: Queue, work: ServerRequest) -> None:
     queue.state_machine.close_now()
     work.reply()
@@ -259,7 +255,7 @@ def _give_back(queue: Queue, work: ServerRequest) -> None:
 
 
 OPERATIONS: dict[str, Handler] = {
-    "close": _close,
+    "close": lambda queue, work: serve(queue.state_machine, Close(), work, lambda _: work.reply()),
     "close_now": _close_now,
     "dequeue": _dequeue,
     "enqueue": _enqueue,
@@ -269,15 +265,12 @@ OPERATIONS: dict[str, Handler] = {
 }
 
 
-def _kind(queue: type[Queue]) -> ResourceType:
-    # One type per class, so that opening a name as another class fails.
-    make: Callable[[Mapping[str, Any], str], Queue] = partial(_make, queue)
-    return register_type(
-        ResourceType(queue.__name__, make, _difference, OPERATIONS, queue.cancel_pending)
-    )
-
-
+# One type per class, so that opening a name as another class fails.
 _KINDS: dict[type[Queue], ResourceType] = {
-    queue: _kind(queue)
-    for queue in (FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue)
+    kind: register_type(
+        ResourceType(
+            kind.__name__, partial(_make, kind), _difference, OPERATIONS, kind.cancel_pending
+        )
+    )
+    for kind in (FIFOQueue, PaddingFIFOQueue, PriorityQueue, RandomShuffleQueue)
 }

@@ -56,10 +56,11 @@ def shared_files(
     """
     if isinstance(files, str) or not len(files):
         raise ValueError(f"shared_files: expected a sequence of file names, got {files!r}")
-    line = _EpochPlan(num_epochs, shuffle, seed, capacity)
-    line.check("shared_files")
     # The names travel with the description: the first task fills the queue, and all tasks compare.
-    described = {"files": [str(file) for file in files], **line._asdict()}
+    described = {
+        "files": [str(file) for file in files],
+        **_checked("shared_files", num_epochs, shuffle, seed, capacity),
+    }
     return _open(described, service, shared_name, task, container)
 
 
@@ -109,29 +110,21 @@ def shared_range(
         ([0.0, 1.0, 2.0, 3.0], [0, 1, 0, 1])
     """
     integer("shared_range", "limit", limit)
-    line = _EpochPlan(num_epochs, shuffle, seed, capacity)
-    line.check("shared_range")
-    described = {"limit": int(limit), "rows": list(rows), **line._asdict()}
+    options = _checked("shared_range", num_epochs, shuffle, seed, capacity)
+    described = {"limit": int(limit), "rows": list(rows), **options}
     return _open(described, service, shared_name, task, container)
 
 
-class _EpochPlan(NamedTuple):
-    """Epochs, order and capacity of a shared queue."""
-
-    num_epochs: int | None
-    shuffle: bool
-    seed: int | None
-    capacity: int
-
-    def check(self, operation: str) -> None:
-        """Raise ValueError for invalid options."""
-        if self.seed is not None:
-            integer(operation, "seed", self.seed, least=0)
-        if self.num_epochs is not None and self.num_epochs < 1:
-            raise ValueError(
-                f"{operation}: num_epochs must be at least 1 or None, got {self.num_epochs}"
-            )
-        check_capacity(operation, self.capacity, endless=self.num_epochs is None)
+def _checked(
+    operation: str, num_epochs: int | None, shuffle: bool, seed: int | None, capacity: int
+) -> dict[str, Any]:
+    """Check the options of a shared queue; return them for its description."""
+    if seed is not None:
+        integer(operation, "seed", seed, least=0)
+    if num_epochs is not None and num_epochs < 1:
+        raise ValueError(f"{operation}: num_epochs must be at least 1 or None, got {num_epochs}")
+    check_capacity(operation, capacity, endless=num_epochs is None)
+    return {"num_epochs": num_epochs, "shuffle": shuffle, "seed": seed, "capacity": capacity}
 
 
 def _open(

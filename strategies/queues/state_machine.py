@@ -16,6 +16,7 @@ from __future__ import annotations
 
 import threading
 from collections import deque
+from dataclasses import dataclass
 from typing import Any
 
 from strategies.errors import CancelledError, OpError, OutOfRangeError
@@ -26,6 +27,7 @@ from strategies.rpc.operation import OperationOwner, PendingOperation
 __all__ = ["Close", "Dequeue", "QueueStateMachine", "Enqueue"]
 
 
+@dataclass(eq=False)  # compared by identity
 class Enqueue(PendingOperation):
     """Add rows as room becomes available, until all are added.
 
@@ -35,9 +37,8 @@ class Enqueue(PendingOperation):
         count: number of rows in the columns; None for a single row.
     """
 
-    def __init__(self, rows: tuple[Any, ...], count: int | None = None) -> None:
-        self.rows = rows
-        self.count = count
+    rows: tuple[Any, ...]
+    count: int | None = None
 
 
 class Close(PendingOperation):
