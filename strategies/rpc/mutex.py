@@ -14,7 +14,7 @@ from __future__ import annotations
 
 import itertools
 import threading
-from collections.abc import Mapping
+from functools import partial
 from typing import Any
 
 from strategies.errors import (
@@ -244,24 +244,16 @@ class _RemoteWaitQueue(RemoteAttempts):
         pass
 
 
-def _enqueue(line: _WaitQueue, work: ServerRequest) -> None:
-    serve(line, _Enqueue(work.arguments["who"]), work, lambda done: work.reply())
-
-
-def _front(line: _WaitQueue, work: ServerRequest) -> None:
-    serve(line, _AtHead(work.arguments["who"]), work, lambda done: work.reply())
-
-
-def _make(description: Mapping[str, Any], name: str) -> _WaitQueue:
-    return _WaitQueue(name)
+def _serve(kind: type[_Enqueue | _AtHead], line: _WaitQueue, work: ServerRequest) -> None:
+    serve(line, kind(work.arguments["who"]), work, lambda done: work.reply())
 
 
 _KIND = register_type(
     ResourceType(
         "MutexLock",
-        _make,
+        lambda description, name: _WaitQueue(name),
         lambda line, description: None,
-        {"hold": _enqueue, "acquire": _front},
+        {"hold": partial(_serve, _Enqueue), "acquire": partial(_serve, _AtHead)},
         _WaitQueue.cancel_pending,
     )
 )

@@ -36,10 +36,10 @@ __all__ = [
 ]
 
 
-Handler = Callable[[Any, ServerRequest], None]
+Handler = Callable[[Any, ServerRequest], object]
 """Operation on a resource: replies to the request, or keeps it waiting. Must not block."""
 
-GroupHandler = Callable[[Sequence[Any], ServerRequest], None]
+GroupHandler = Callable[[Sequence[Any], ServerRequest], object]
 """Operation on several resources of a type that are named in one message."""
 
 

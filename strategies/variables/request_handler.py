@@ -69,7 +69,7 @@ def outcome_of(facts: Any, arrays: list[Array]) -> Result | OpError:
 
 
 class _BatchRequest:
-    """One request: an action on each of several variables."""
+    """One request, started at once: an action on each of several variables."""
 
     def __init__(
         self, operation: str, things: Sequence[StoredVariable], work: ServerRequest
@@ -92,8 +92,6 @@ class _BatchRequest:
         self._wait.on_done = self._go
         # Before `submit`, which runs `_go` at once if all variables have values.
         work.wait(self._withdraw, lambda: self._withdraw(CancelledError("given up")))
-
-    def start(self) -> None:
         self._wait.submit(self._wait)
 
     def _withdraw(self, error: OpError) -> None:
@@ -210,10 +208,6 @@ class _BatchRequest:
         self._work.values = []
 
 
-def _serve(operation: str, things: Sequence[StoredVariable], work: ServerRequest) -> None:
-    _BatchRequest(operation, things, work).start()
-
-
 def initialize_once(
     thing: StoredVariable, value: Array | Callable[[], Array], wanted: Mapping[str, Any]
 ) -> None:
@@ -276,6 +270,6 @@ KIND = register_type(
             "missing": lambda thing, work: work.reply(missing=thing.value is None),
         },
         StoredVariable.discard,
-        {operation: partial(_serve, operation) for operation in ACTIONS},
+        {operation: partial(_BatchRequest, operation) for operation in ACTIONS},
     )
 )

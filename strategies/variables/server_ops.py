@@ -55,8 +55,9 @@ def execute(
 ) -> Result:
     """Run an action; raise wrong arguments as `InvalidArgumentError`, as on another task."""
     try:
-        # Back to the variable's dtype, so that actions never see 16-bit arguments.
-        if operation not in _RAW:
+        # Back to the variable's dtype, so that actions never see 16-bit arguments. Arguments of
+        # reads are indices, which are never rounded.
+        if operation not in READS:
             arrays = [widened(array, options, thing.initialized_value.dtype) for array in arrays]
         return ACTIONS[operation](thing, arrays, options)
     except OpError:
@@ -304,4 +305,3 @@ ACTIONS: dict[str, Action] = {
     "scatter_update": _scatter_update,
 }
 READS = frozenset({"describe", "gather", "read"})
-_RAW = READS  # array arguments are indices, never rounded
