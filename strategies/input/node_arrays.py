@@ -92,7 +92,11 @@ def once_per_node(make: Callable[[], Any], comm: cc.Communicator) -> Any:
             if not node.rank:
                 # It may fail on one node only, so all ranks agree before the broadcast.
                 mapped = ranks.run_then_agree("once_per_node", reserve)
-                _fill(mapped, found, places, leaders)
+                memory = np.frombuffer(mapped, np.uint8)
+                for array, place in zip(found, places, strict=False):  # none except on rank 0
+                    _view(memory, place)[...] = array
+                # Bytes instead of arrays: one broadcast for all of them.
+                leaders.broadcast(memory, out=memory)
             else:
                 # The other ranks of a node take part in the agreement only.
                 ranks.agree("once_per_node")
@@ -160,20 +164,6 @@ def _available() -> int | None:
         return None
     found = [line.split() for line in lines if line.startswith("MemAvailable:")]
     return int(found[0][1]) << 10 if found else None
-
-
-def _fill(
-    mapped: mmap.mmap,
-    found: list[np.ndarray[Any, Any]],
-    places: list[_Place],
-    leaders: cc.Communicator,
-) -> None:
-    """Write rank 0's arrays on the first rank of each node; *collective* over `leaders`."""
-    memory = np.frombuffer(mapped, np.uint8)
-    for array, place in zip(found, places, strict=False):  # `found` is empty except on rank 0
-        _view(memory, place)[...] = array
-    # Bytes instead of arrays: one broadcast for all of them.
-    leaders.broadcast(memory, out=memory)
 
 
 def _map(process: int, number: int, nbytes: int) -> np.ndarray[Any, Any]:

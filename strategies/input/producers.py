@@ -234,7 +234,13 @@ def input_producer(
         )  # fmt: skip
         # At most the capacity, otherwise `enqueue_many` of them would block half way.
         most = _SHARED_ROWS if capacity < 0 else min(_SHARED_ROWS, capacity)
-        read = _of_line(line, parts, form, most)
+        # Copies, because the thread reads them while the caller may change its arrays.
+        own = [part.copy() for part in parts]
+
+        def read() -> Any:
+            numbers = line.dequeue_up_to(most)
+            return form([part[numbers] for part in own])
+
     queue = FIFOQueue(
         capacity,
         [dtype_of(part) for part in parts],
@@ -251,20 +257,6 @@ def _words(values: Any, parts: list[Array]) -> list[str]:
     names = list(values) if isinstance(values, Mapping) else [""] * len(parts)
     described = zip(names, parts, strict=True)
     return [f"{name} {part.dtype} {part.shape[1:]}".lstrip() for name, part in described]
-
-
-def _of_line(
-    line: FIFOQueue, parts: list[Array], form: Callable[[list[Any]], Any], most: int
-) -> Callable[[], Any]:
-    """Return a function that takes row numbers from a queue and returns these rows."""
-    # Copies, because the thread reads them while the caller may change its arrays.
-    parts = [part.copy() for part in parts]
-
-    def read() -> Any:
-        numbers = line.dequeue_up_to(most)
-        return form([part[numbers] for part in parts])
-
-    return read
 
 
 def string_input_producer(strings: Sequence[str], **options: Unpack[ProducerOptions]) -> Producer:
