@@ -290,18 +290,24 @@ class Averaging:
         self._compare(leaves, new)
         scale = self._scale(status, contribution)
         if self.rule.delay:
-            return self._delay(contribution.gradients, status, scale)
+            self._refuse_sparse(status, "delay")
+            # The means of the last step, while `start` reduces the gradients of this one.
+            last = self.last_means()
+            self._next = contribution.gradients, status.dense, scale
+            return [] if last is None else [last.get(leaf.name) for leaf in self._leaves]
         results = self._combine(contribution.gradients, status, scale, reduced)
         self.made_dense = status.made_dense
-        if self._guessed:
-            self._reconcile(status.dense)
+        if self._guessed and status.dense < set(self._bucketed.members):
+            # The first step shows which leaves need a place.
+            self._bucketed.close()
+            self._allocate(status.dense)
+        self._guessed = False
         # If any rank sums its passes itself, the sum exists only in the step: no overlap.
         if self.overlaps and self._bucketed.buckets is not None and not status.apart:
             self.overlap = self._reduce_overlapped(scale, contribution)
         return results
 
     def _reduce_overlapped(self, scale: float, contribution: LocalGradient) -> Overlap:
-        """Start the reductions of the next step."""
         return Overlap(self._bucketed.buckets, self._bucketed.members, scale, contribution)
 
     def _combine(
@@ -329,13 +335,6 @@ class Averaging:
             results[i] = self._average_rows(self._leaves[i], gradients[i], scale)
         return results
 
-    def _delay(self, gradients: Sequence[Any], status: StepHeader, scale: float) -> list[Any]:
-        """Return the means of the last step, and keep the gradients for `start`."""
-        self._refuse_sparse(status, "delay")
-        last = self.last_means()
-        self._next = gradients, status.dense, scale
-        return [] if last is None else [last.get(leaf.name) for leaf in self._leaves]
-
     def _refuse_sparse(self, status: StepHeader, option: str) -> None:
         if status.sparse:
             raise ValueError(
@@ -343,15 +342,7 @@ class Averaging:
                 f"(variable: {self._leaves[status.sparse[0]].name})"
             )
 
-    def _reconcile(self, wanted: set[int]) -> None:
-        """Keep buckets only for the leaves of the first step."""
-        self._guessed = False
-        if wanted < set(self._bucketed.members):
-            self._bucketed.close()
-            self._allocate(wanted)
-
     def _allocate(self, wanted: set[int]) -> None:
-        """Make buckets for these leaves."""
         nbytes = self.rule.bucket_bytes or (_OVERLAPPED_BYTES if self.overlaps else None)
         self._bucketed.make(self._leaves, wanted, nbytes)
 
@@ -420,7 +411,6 @@ class Averaging:
         retry: bool,
         settings: npt.NDArray[np.float64],
     ) -> StepHeader:
-        """Run the first exchange."""
         # Identity first: callers may reuse their list, and comparing all keys costs more.
         changed = leaves is not self._given and self._keys != [leaf.key for leaf in leaves]
         return self._exchange(
@@ -494,7 +484,6 @@ class Averaging:
 
     @property
     def _op(self) -> Any:
-        """Reduction of the scaled gradients."""
         return self.rule.op if self.rule.gradient_predivide_factor == 1 else cc.SUM
 
     def _finish(self, result: Any) -> Any:

@@ -28,10 +28,16 @@ def host_views(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> 
     there. It also returns None if all gradients are already in their places. For places on a device
     it returns the gradients themselves: one kernel copies all of a bucket.
     """
-    if any(_is_on_device(view) for view in views):
+    # By the class, because the property of an instance builds its description in each call.
+    if any(
+        hasattr(type(view), "__cuda_array_interface__") and not getattr(view, "is_cpu", False)
+        for view in views
+    ):
+        # Without autograd history.
+        plain = [g.detach() if hasattr(g, "detach") else g for g in gradients]
         return [
-            g if g is None else array_ops.astype(_constant(g), array_ops.dtype_name(view))
-            for g, view in zip(gradients, views, strict=True)
+            g if g is None else array_ops.astype(g, array_ops.dtype_name(view))
+            for g, view in zip(plain, views, strict=True)
         ]
     seen: list[Any] = []
     idle = scale == 1
@@ -50,17 +56,6 @@ def host_views(gradients: Sequence[Any], views: Sequence[Any], scale: float) -> 
             idle = idle and gradient.data_ptr() == view.data_ptr()
     # With None the caller copies nothing.
     return None if idle else seen
-
-
-def _is_on_device(view: Any) -> bool:
-    # By the class, because the property of an instance builds its description in each call.
-    shows = hasattr(type(view), "__cuda_array_interface__")
-    return shows and not getattr(view, "is_cpu", False)
-
-
-def _constant(gradient: Any) -> Any:
-    """Return a tensor without its autograd history."""
-    return gradient.detach() if hasattr(gradient, "detach") else gradient
 
 
 def copy_into(view: Any, gradient: Any, scale: float) -> None:

@@ -14,13 +14,13 @@ from strategies.averaging.local_steps import KEY
 from strategies.averaging.optimizer import (
     ArrayOptimizer,
     Pair,
+    host_value,
     identity,
     leaf_of,
     like_variables,
 )
 from strategies.averaging.options import AveragingOptions
-from strategies.core import array_ops
-from strategies.optimizers.gradient_pairs import refuse_jax, split
+from strategies.optimizers.gradient_pairs import split
 from strategies.replicas.context import require_one_replica
 
 __all__ = ["LocalOptimizer"]
@@ -125,11 +125,6 @@ class LocalOptimizer:
 
 
 def _named(variable: Any, position: int) -> tuple[str, Any]:
-    """Return the name and the array of a variable, as a NumPy view if in host memory."""
     leaf = leaf_of(variable, position)
     # Also if the variable could replace it: the anchors change in place.
-    refuse_jax(leaf.like, "apply_gradients", f"variable: {leaf.name}")
-    # Detached: a leaf that requires gradients rejects changes in place.
-    value = leaf.like.detach() if hasattr(leaf.like, "detach") else leaf.like
-    view = array_ops.host(value)
-    return leaf.name, value if view is None else view
+    return leaf.name, host_value(leaf.like, f"variable: {leaf.name}")

@@ -143,11 +143,6 @@ class _Updates(NamedTuple):
 
 
 def _check_kind(optimizer: Any) -> None:
-    """Reject objects without `apply_gradients`.
-
-    Raises:
-        TypeError: the optimizer has no `apply_gradients`.
-    """
     if not callable(getattr(optimizer, "apply_gradients", None)):
         raise TypeError(
             f"apply_gradients: the optimizer has no apply_gradients, expected one of "
@@ -157,11 +152,6 @@ def _check_kind(optimizer: Any) -> None:
 
 
 def _check_owner(strategy: ReplicaStrategy, pairs: Sequence[tuple[Any, Any]]) -> None:
-    """Reject variables of another strategy.
-
-    Raises:
-        ValueError: a variable belongs to another strategy.
-    """
     for _, variable in pairs:
         owner = getattr(variable, "strategy", None)
         if owner is not None and owner is not strategy:
@@ -175,7 +165,6 @@ def _check_owner(strategy: ReplicaStrategy, pairs: Sequence[tuple[Any, Any]]) ->
 def _mean(
     column: list[Any], weights: list[float], name: str, memory: gradient_sums.SumBuffers | None
 ) -> Any:
-    """Average the gradients of one variable."""
     # None counts as zero, but has no dtype or device, so it is left out of the sum.
     given = [
         g if isinstance(g, Rows) else reductions.as_array(g, "apply_gradients")
@@ -194,20 +183,17 @@ def _mean(
             f"{', '.join(map(str, shapes))} (variable: {name})"
         )
     dtypes = [array_ops.dtype_name(g.values if isinstance(g, Rows) else g) for g in given]
-    # Replicas compute on different devices, and a sum needs all of them on one.
-    given = [_beside(given[0], gradient) for gradient in given]
+    if given and isinstance(given[0], Rows):
+        near = given[0].values
+        given = [Rows(g.indices, array_ops.to_device_of(near, g.values)) for g in given]
+    else:
+        # Replicas compute on different devices, and a sum needs all of them on one.
+        given = [array_ops.to_device_of(given[0], gradient) for gradient in given]
     counted = [weight for g, weight in zip(column, weights, strict=True) if g is not None]
     out = memory.like(name, given[0]) if memory is not None and shapes else None
     return gradient_sums.mean(
         zip(given, counted, strict=True), sum(weights), dtypes[0] if given else "", out
     )
-
-
-def _beside(first: Any, gradient: Any) -> Any:
-    """Move a gradient to the device of another one."""
-    if isinstance(gradient, Rows):
-        return Rows(gradient.indices, array_ops.to_device_of(first.values, gradient.values))
-    return array_ops.to_device_of(first, gradient)
 
 
 def _name(variable: Any) -> str:

@@ -26,6 +26,7 @@ __all__ = [
     "ArrayOptimizer",
     "AveragingOptimizer",
     "delayed_state",
+    "host_value",
     "identity",
     "leaf_of",
     "like_variables",
@@ -201,6 +202,19 @@ class AveragingOptimizer:
 
     def _begin(self, comm: cc.Communicator) -> Averaging:
         return Averaging(comm, self._rule, self._settings, self._state)
+
+
+def host_value(value: Any, where: str) -> Any:
+    """Return an array that changes in place, as a NumPy view if it is in host memory.
+
+    Raises:
+        TypeError: it is an array of JAX.
+    """
+    refuse_jax(value, "apply_gradients", where)
+    # Detached: a leaf that requires gradients rejects changes in place.
+    value = value.detach() if hasattr(value, "detach") else value
+    view = array_ops.host(value)
+    return value if view is None else view
 
 
 def delayed_state(averaging: Averaging) -> dict[str, Any]:

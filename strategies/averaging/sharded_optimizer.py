@@ -8,13 +8,12 @@ from typing import Any, NamedTuple, NoReturn
 
 import collectives as cc
 from strategies.averaging.consistency import settings_of
-from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer, Pair
+from strategies.averaging.optimizer import ArrayOptimizer, AveragingOptimizer, Pair, host_value
 from strategies.averaging.options import OPERATION, AveragingOptions
 from strategies.averaging.sharded_buckets import box_of, part_of
 from strategies.checkpoint.boxes import Box, Slice, inside, whole
-from strategies.core import array_ops
 from strategies.optimizers.base import Optimizer
-from strategies.optimizers.gradient_pairs import is_variable, refuse_jax
+from strategies.optimizers.gradient_pairs import is_variable
 from strategies.replicas.context import require_one_replica
 
 __all__ = ["FixedRanks", "ShardedOptimizer", "check_elementwise"]
@@ -100,7 +99,10 @@ class ShardedOptimizer(FixedRanks, AveragingOptimizer):
         self._loaded = dict(state)
 
     def _update(self, averaged: Sequence[Any], variables: Sequence[Any]) -> None:
-        values = [_value(variable, i) for i, variable in enumerate(variables)]
+        values = [
+            host_value(variable.value if is_variable(variable) else variable, f"position {i}")
+            for i, variable in enumerate(variables)
+        ]
         parts = []
         for i, (variable, value) in enumerate(zip(variables, values, strict=True)):
             # The key of the slots, as without sharding.
@@ -119,13 +121,15 @@ class ShardedOptimizer(FixedRanks, AveragingOptimizer):
             if hasattr(variable, "settle"):
                 variable.settle(variable.value)
 
+    def _box(self, slot: str) -> tuple[Box | None, tuple[int, ...]]:
+        return self._boxes.get(slot.partition("/")[2], (None, ()))
+
     def _own(self, name: str, value: Any) -> Any:
-        """Return this rank's part of a slot."""
-        found = self._boxes.get(name.partition("/")[2])
-        return value if found is None else part_of(value, *found)
+        box, shape = self._box(name)
+        return value if box is None else part_of(value, box, shape)
 
     def _sliced(self, name: str, value: Any) -> Any:
-        box, shape = self._boxes.get(name.partition("/")[2], (None, ()))
+        box, shape = self._box(name)
         # Counts of updates are numbers; a slot without axes is whole on every rank.
         if box is None or not shape or not hasattr(value, "shape"):
             return value
@@ -144,13 +148,3 @@ def check_elementwise(optimizer: Any) -> None:
             "an elementwise optimizer, one of strategies.optimizers except LARS, or of torch.optim,"
             f" got {type(optimizer).__name__}"
         )
-
-
-def _value(variable: Any, position: int) -> Any:
-    """Return the array of a variable, as a NumPy view if in host memory."""
-    value = variable.value if is_variable(variable) else variable
-    refuse_jax(value, "apply_gradients", f"position {position}")
-    # Detached: a leaf that requires gradients rejects changes in place.
-    value = value.detach() if hasattr(value, "detach") else value
-    view = array_ops.host(value)
-    return value if view is None else view
