@@ -80,30 +80,15 @@ def _links(update: Any, init: Any) -> Iterator[tuple[str, Kept]]:
         yield name, {**of_init, **kept}
 
 
-def _sgd(scale: Kept) -> Optimizer:
-    return SGD(_rate(scale))
-
-
 def _momentum(trace: Kept, scale: Kept) -> Optimizer:
     _only(trace, accumulator_dtype=None)
     return Momentum(_rate(scale), float(trace["decay"]), nesterov=bool(trace["nesterov"]))
 
 
-def _adam(moments: Kept, scale: Kept) -> Optimizer:
-    return Adam(_rate(scale), **_moments(moments))
-
-
-def _adamw(moments: Kept, decay: Kept, scale: Kept) -> Optimizer:
-    return AdamW(_rate(scale), **_moments(moments), weight_decay=float(decay["weight_decay"]))
-
-
 def _moments(kept: Kept) -> dict[str, Any]:
     _only(kept, eps_root=0, nesterov=False, mu_dtype=None)
-    return {
-        "beta1": float(kept["b1"]),
-        "beta2": float(kept["b2"]),
-        "epsilon": float(kept["eps"]),
-    }
+    beta1, beta2, epsilon = (float(kept[name]) for name in ("b1", "b2", "eps"))
+    return {"beta1": beta1, "beta2": beta2, "epsilon": epsilon}
 
 
 def _rmsprop(
@@ -154,10 +139,12 @@ def _rate(scale: Kept) -> LearningRate:
 
 
 _TABLE: dict[tuple[str, ...], Callable[..., Optimizer]] = {
-    ("scale",): _sgd,
+    ("scale",): lambda scale: SGD(_rate(scale)),
     ("trace", "scale"): _momentum,
-    ("scale_by_adam", "scale"): _adam,
-    ("scale_by_adam", "add_decayed_weights", "scale"): _adamw,
+    ("scale_by_adam", "scale"): lambda moments, scale: Adam(_rate(scale), **_moments(moments)),
+    ("scale_by_adam", "add_decayed_weights", "scale"): lambda moments, decay, scale: AdamW(
+        _rate(scale), **_moments(moments), weight_decay=float(decay["weight_decay"])
+    ),
     ("scale_by_stddev", "scale"): partial(_rmsprop, centered=True),
     ("scale_by_stddev", "scale", "trace"): partial(_rmsprop, centered=True),
     ("scale_by_rms", "scale"): _rmsprop,
@@ -172,25 +159,17 @@ _TABLE |= {
 
 
 def _compare(transformation: Any, optimizer: Optimizer) -> None:
-    """Compare a few steps of both.
-
-    Raises:
-        ValueError: they differ by more than rounding.
-    """
+    """Raise unless a few steps of both differ by rounding only."""
     theirs = np.array([1.0, -2.0, 0.5], np.float32)
     ours = theirs.copy()
     # From the settings: the comparison must not change the state of `optimizer`.
     trial = type(optimizer)(**optimizer.settings)
     state = transformation.init(theirs)
     # Random gradients, so that different formulas do not agree by chance.
-    for gradient in _gradients(len(theirs)):
+    for gradient in np.random.default_rng(0).standard_normal((_STEPS, 3)).astype(np.float32):
         updates, state = transformation.update(gradient, state, theirs)
         theirs = theirs + np.asarray(updates)
         trial.apply_gradients([(gradient, ours)])
     # The tolerance allows 10 roundings of numbers of size 1 per step.
     if not np.allclose(theirs, ours, rtol=0, atol=10 * _STEPS * np.finfo(np.float32).eps):
         raise _refusal(f"got one that steps to {theirs} where {trial!r} steps to {ours}")
-
-
-def _gradients(size: int) -> Any:
-    return np.random.default_rng(0).standard_normal((_STEPS, size)).astype(np.float32)

@@ -15,6 +15,7 @@ with the parameters that it was computed from.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from functools import partial
 from typing import Any, NamedTuple
 
 from strategies.core.validation import number
@@ -93,35 +94,20 @@ def _sgd(group: Group, rate: LearningRate) -> Optimizer:
     return Momentum(rate, float(group["momentum"]), nesterov=bool(group["nesterov"]))
 
 
-def _adam(group: Group, rate: LearningRate) -> Optimizer:
+def _adam(group: Group, rate: LearningRate, *, decoupled: bool = False) -> Optimizer:
     beta1, beta2 = map(float, group["betas"])
-    amsgrad = bool(group.get("amsgrad"))
+    settings = {"epsilon": group["eps"], "amsgrad": bool(group.get("amsgrad"))}
     # `Adam` with this flag is AdamW.
-    if group.get("decoupled_weight_decay"):
-        return _adamw(group, rate)
-    return Adam(rate, beta1=beta1, beta2=beta2, epsilon=group["eps"], amsgrad=amsgrad)
-
-
-def _adamw(group: Group, rate: LearningRate) -> Optimizer:
-    beta1, beta2 = map(float, group["betas"])
-    return AdamW(
-        rate,
-        beta1=beta1,
-        beta2=beta2,
-        epsilon=group["eps"],
-        weight_decay=float(group["weight_decay"]),
-        amsgrad=bool(group["amsgrad"]),
-    )
+    if decoupled or group.get("decoupled_weight_decay"):
+        decay = float(group["weight_decay"])
+        return AdamW(rate, beta1=beta1, beta2=beta2, weight_decay=decay, **settings)
+    return Adam(rate, beta1=beta1, beta2=beta2, **settings)
 
 
 def _rmsprop(group: Group, rate: LearningRate) -> Optimizer:
-    return RMSProp(
-        rate,
-        decay=float(group["alpha"]),
-        momentum=float(group["momentum"]),
-        epsilon=group["eps"],
-        centered=bool(group["centered"]),
-    )
+    decay, momentum = float(group["alpha"]), float(group["momentum"])
+    centered = bool(group["centered"])
+    return RMSProp(rate, decay=decay, momentum=momentum, epsilon=group["eps"], centered=centered)
 
 
 def _adagrad(group: Group, rate: LearningRate) -> Optimizer:
@@ -132,7 +118,7 @@ def _adagrad(group: Group, rate: LearningRate) -> Optimizer:
 _TABLE: dict[str, Callable[[Group, LearningRate], Optimizer]] = {
     "Adagrad": _adagrad,
     "Adam": _adam,
-    "AdamW": _adamw,
+    "AdamW": partial(_adam, decoupled=True),
     "RMSprop": _rmsprop,
     "SGD": _sgd,
     "SparseAdam": _adam,
