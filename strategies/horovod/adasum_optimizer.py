@@ -93,10 +93,8 @@ class AdasumOptimizer(OptimizerProxy):
             def prepare(bound: Bound) -> RequestSpec:
                 if error is not None:
                     raise error
-                how = allreduce_request(
-                    changes, None, operations.Adasum, 1.0, 1.0, self._compression
-                )
-                return how(bound)
+                op = operations.Adasum
+                return allreduce_request(changes, None, op, 1.0, 1.0, self._compression)(bound)
 
             # An error in `prepare` reaches the other ranks.
             combined = start("allreduce", self._process_set, None, prepare, alone=False).wait()

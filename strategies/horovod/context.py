@@ -220,11 +220,6 @@ def _members(comm: Any) -> cc.Communicator:
 
 
 def _current() -> HorovodContext:
-    """Return the current context.
-
-    Raises:
-        ValueError: `init` was not called.
-    """
     if _session is None:
         raise ValueError(NOT_INITIALIZED)
     return _session

@@ -101,7 +101,12 @@ class Controller:
         # Replicated state, the same on all ranks.
         self._known = NegotiationState(comm)
         self._thread = NegotiationThread(
-            self._only_rank_active, self._negotiate, allowed=self._may_use_threads()
+            # Not while a thread in `wait` runs the rounds.
+            lambda: self._has_pending() and not self._waiting,
+            self._negotiate,
+            # Without messages, in shared memory of one node, MPI's support for threads does not
+            # matter.
+            allowed=extend.supports_threads(comm) or not extend.uses_messages(comm),
         )
 
     def submit(self, pending: PendingRequest, *, alone: bool) -> None:
@@ -183,11 +188,6 @@ class Controller:
         """Return the unfinished calls."""
         return [*self._held.values(), *self._fresh]
 
-    def _may_use_threads(self) -> bool:
-        """Return whether a background thread may run rounds; otherwise only `wait` does."""
-        # Without messages, in shared memory of one node, MPI's support for threads does not matter.
-        return extend.supports_threads(self._comm) or not extend.uses_messages(self._comm)
-
     def _check_usable(self, pending: PendingRequest) -> None:
         if self._broken is not None:
             raise cc.CollectiveError(
@@ -200,10 +200,6 @@ class Controller:
         # `told` counts too: other ranks need this rank in the rounds until they have decided.
         return bool(own or self._known.told) and self._broken is None
 
-    def _only_rank_active(self) -> bool:
-        """Return whether there is work, and no thread in `wait` does it."""
-        return self._has_pending() and not self._waiting
-
     # A round.
 
     def _negotiate(self, pending: PendingRequest | None = None) -> bool:
@@ -212,19 +208,15 @@ class Controller:
             # Another thread may have finished the call while this one waited for the lock.
             if (pending is not None and pending.done) or not self._has_pending():
                 return True
-            return self._cycle()
-
-    def _cycle(self) -> bool:
-        """Run a round; an error in it fails all calls, because ranks are no longer in step."""
-        try:
-            return self._exchange()
-        except BaseException as error:
-            # Also an interrupt: the round may be half done, so the next one would not match.
-            self._break(error)
-            # Each waiting thread raises it from its own call.
-            if isinstance(error, cc.CollectiveError):
-                return True
-            raise
+            try:
+                return self._exchange()
+            except BaseException as error:
+                # Also an interrupt: the round may be half done, so the next one would not match.
+                self._break(error)
+                # Each waiting thread raises it from its own call.
+                if isinstance(error, cc.CollectiveError):
+                    return True
+                raise
 
     def _exchange(self) -> bool:
         table, joined = self._known.table, self._known.joined
@@ -240,7 +232,10 @@ class Controller:
         if self._ready:
             # By one index, because a round takes a microsecond and a loop would take more.
             row[[number + 1 for number in self._ready]] = 1
-        self._round_of(width)()
+        if width not in self._rounds:
+            # A plan per width: repeated rounds then cost no preparation.
+            self._rounds[width] = self._comm.plan_allreduce(row, op=cc.MIN)
+        self._rounds[width]()
         # Positions where every rank has written 1.
         numbers = np.flatnonzero(row[1 : len(table) + 1]).tolist()
         told = None if row[0] else self._comm.allgather_object(news)
@@ -258,13 +253,6 @@ class Controller:
         execute(works)
         self._running = []
         return bool(works) or told is not None
-
-    def _round_of(self, width: int) -> Callable[[], Any]:
-        """Return the MIN all-reduce of a width."""
-        if width not in self._rounds:
-            # A plan per width: repeated rounds then cost no preparation.
-            self._rounds[width] = self._comm.plan_allreduce(self._row[:width], op=cc.MIN)
-        return self._rounds[width]
 
     def _place(self) -> list[News]:
         """Number or announce each new call; return the news for other ranks."""
@@ -335,8 +323,12 @@ class Controller:
         # Before the decisions: once all ranks have joined, none counts as joined any more.
         self._on_joined()
         works = [self._decide(key, late=key in late) for key in list(self._known.told)]
-        # After them: calls that all ranks have announced still run.
-        self._on_left()
+        # After them, because calls that all ranks have announced still run. Once all ranks leave,
+        # no further call can become ready.
+        if len(self._known.leaving) == self._comm.size:
+            self._broken = cc.CollectiveError("shutdown was called")
+            if self._shutdown is not None:
+                self._shutdown.succeed([])
         return [work for work in works if work is not None]
 
     def _decide(self, key: RequestKey, *, late: bool) -> Response | None:
@@ -381,13 +373,6 @@ class Controller:
             if self._joining is not None:
                 self._joining.succeed([last])
                 self._joining = None
-
-    def _on_left(self) -> None:
-        # All ranks leave, so no further call can become ready.
-        if len(self._known.leaving) == self._comm.size:
-            self._broken = cc.CollectiveError("shutdown was called")
-            if self._shutdown is not None:
-                self._shutdown.succeed([])
 
     def _break(self, error: BaseException) -> None:
         """Fail all calls, because the ranks are no longer in step."""

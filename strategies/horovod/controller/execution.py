@@ -130,20 +130,12 @@ def _targets(works: Sequence[Response], brought: Sequence[Sequence[Any]]) -> lis
     return targets
 
 
-def _adasum(work: Response) -> list[Any]:
-    return adasum(work.comm, work.arrays())
-
-
 def _reducescatter(work: Response) -> list[Any]:
     op = _op(work.description)
     return [
         _mean(work.comm.reduce_scatter(_summable(x, work.description), op=op), work, i)
         for i, x in enumerate(work.arrays())
     ]
-
-
-def _allgather(work: Response) -> list[Any]:
-    return [work.comm.allgather(x) for x in work.arrays()]
 
 
 def _broadcast(work: Response) -> list[Any]:
@@ -169,8 +161,8 @@ def _barrier(work: Response) -> list[Any]:
 
 
 _ALONE: dict[str, Any] = {
-    Adasum.value: _adasum,
-    "allgather": _allgather,
+    Adasum.value: lambda work: adasum(work.comm, work.arrays()),
+    "allgather": lambda work: [work.comm.allgather(x) for x in work.arrays()],
     "alltoall": _alltoall,
     "barrier": _barrier,
     "broadcast": _broadcast,

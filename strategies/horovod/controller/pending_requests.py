@@ -5,6 +5,7 @@ from __future__ import annotations
 import contextlib
 from collections import deque
 from collections.abc import Sequence
+from dataclasses import dataclass
 from typing import Any
 
 from strategies.horovod.controller.request_signature import RequestKey, RequestSignature
@@ -12,6 +13,7 @@ from strategies.horovod.controller.request_signature import RequestKey, RequestS
 __all__ = ["NamesInUse", "PendingRequest"]
 
 
+@dataclass(eq=False, slots=True)  # compared by identity
 class PendingRequest:
     """A call of this rank, and its outcome.
 
@@ -28,25 +30,16 @@ class PendingRequest:
         error: error of the call, or None.
     """
 
-    __slots__ = (
-        "arrays", "description", "done", "error", "key", "results", "since", "splits", "targets",
-        "warned",
-    )  # fmt: skip
-
-    def __init__(
-        self,
-        key: RequestKey,
-        description: RequestSignature,
-        arrays: Sequence[Any] = (),
-        targets: Sequence[Any] | None = None,
-        splits: Sequence[int] | None = None,
-    ) -> None:
-        self.key, self.description = key, description
-        self.arrays, self.targets, self.splits = arrays, targets, splits
-        self.since = 0.0
-        self.warned = self.done = False
-        self.results: Sequence[Any] = ()
-        self.error: Exception | None = None
+    key: RequestKey
+    description: RequestSignature
+    arrays: Sequence[Any] = ()
+    targets: Sequence[Any] | None = None
+    splits: Sequence[int] | None = None
+    since: float = 0.0
+    warned: bool = False
+    done: bool = False
+    results: Sequence[Any] = ()
+    error: Exception | None = None
 
     def succeed(self, results: Sequence[Any]) -> None:
         """Store results, in the targets if there are any."""

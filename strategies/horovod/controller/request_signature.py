@@ -6,7 +6,7 @@ The *key* of a call identifies it on all ranks: its name, or the number of a cal
 
 from __future__ import annotations
 
-from collections.abc import Callable, Mapping, Sequence
+from collections.abc import Callable, Mapping
 from typing import Any, NamedTuple
 
 __all__ = ["RequestSignature", "RequestKey", "difference", "label", "rejections"]
@@ -85,17 +85,12 @@ def difference(told: Mapping[int, RequestSignature], name: Name) -> str | None:
     for words, shown in _FIELDS.values():
         here, there = shown(first), shown(told[other])
         if here != there:
-            here, there = _apart(here, there)
+            if isinstance(here, list):
+                # The first elements that differ.
+                here, there = next((a, b) for a, b in zip(here, there, strict=True) if a != b)
             return (
                 f"ranks differ in their {words}: {here} on {name(ranks[0])}, "
                 f"{there} on {name(other)}"
             )
     # A new field needs a name in `_FIELDS`.
     raise AssertionError(f"{first} and {told[other]} differ in a field that has no words")
-
-
-def _apart(here: Any, there: Any) -> tuple[Any, Any]:
-    """Return the first pair of different elements of two lists; other values unchanged."""
-    if not isinstance(here, Sequence) or not isinstance(here, list):
-        return here, there
-    return next(pair for pair in zip(here, there, strict=True) if pair[0] != pair[1])
