@@ -250,11 +250,7 @@ def _check_roles(spec: ClusterSpec) -> None:
 
 
 def _tasks(spec: ClusterSpec, cards: list[_TaskInfo]) -> list[tuple[str, int]]:
-    """Return each rank's task.
-
-    Raises:
-        ValueError: two ranks are the same task, or only some ranks name theirs.
-    """
+    """Return each rank's task."""
     said = [(card.job, card.task) for card in cards if card.job is not None]
     if not said:
         return spec.tasks()

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import logging
 import os
+from functools import partial
 from typing import Any
 
 import collectives as cc
@@ -121,7 +122,7 @@ def limit_gpu_memory(
                     f"{pool.total_bytes()} (GPU {device}); call it before the first array is made"
                 )
     # For all devices; the pool's limits below are per device.
-    cupy.cuda.set_allocator(_Allocator(cupy, pool))
+    cupy.cuda.set_allocator(partial(_allocate, cupy, pool))
     for device in devices:
         with cupy.cuda.Device(device):
             total = cupy.cuda.runtime.memGetInfo()[1]
@@ -154,25 +155,17 @@ def _check(memory_fraction: float | None, memory_limit: int | None, growth: bool
 _UNIT = 512  # bytes; CuPy's pool rounds up to multiples of it
 
 
-class _Allocator:
-    """Allocator of the pool, whose errors give the sizes."""
-
-    def __init__(self, cupy: Any, pool: Any) -> None:
-        self._cupy = cupy
-        self._pool = pool
-
-    def __call__(self, size: int) -> Any:
-        try:
-            return self._pool.malloc(size)
-        except self._cupy.cuda.memory.OutOfMemoryError as error:
-            free, total = self._cupy.cuda.runtime.memGetInfo()
-            limit = self._pool.get_limit()
-            raise ResourceExhaustedError(
-                f"GPU memory: an array does not fit, expected at most "
-                f"{limit or total} bytes in all, got {size} bytes more than "
-                f"{self._pool.used_bytes()} in use (pool: {self._pool.total_bytes()}, GPU: {free} "
-                f"free of {total})"
-            ) from error
+def _allocate(cupy: Any, pool: Any, size: int) -> Any:
+    """Allocate memory of the pool, with an error that gives the sizes."""
+    try:
+        return pool.malloc(size)
+    except cupy.cuda.memory.OutOfMemoryError as error:
+        free, total = cupy.cuda.runtime.memGetInfo()
+        raise ResourceExhaustedError(
+            f"GPU memory: an array does not fit, expected at most "
+            f"{pool.get_limit() or total} bytes in all, got {size} bytes more than "
+            f"{pool.used_bytes()} in use (pool: {pool.total_bytes()}, GPU: {free} free of {total})"
+        ) from error
 
 
 def _cupy() -> Any:

@@ -81,8 +81,9 @@ def parse_devices(
         if (count := _count(kind, index)) > index:
             continue
         if not soft_placement:
+            known = ["/cpu:0", "/cpu:1", "...", *(_name(kind, i) for i in range(count))]
             raise ValueError(
-                f"{operation}: no such device, expected {_list(kind, count)}, got "
+                f"{operation}: no such device, expected {', '.join(known)}, got "
                 f"{devices[number]!r}{_advice(kind, count)}"
             )
         wanted, names[number] = names[number], next(free)
@@ -200,11 +201,7 @@ def _name(kind: str, index: int) -> str:
 
 
 def _spec(name: Any, operation: str) -> tuple[str, int]:
-    """Return type and number of a device of this process.
-
-    Raises:
-        ValueError: the name is invalid.
-    """
+    """Return type and number of a device of this process."""
     # Only text, because the cache cannot look up objects such as lists.
     found = _parsed(name) if isinstance(name, str) else None
     if found is None:
@@ -239,11 +236,6 @@ def _count(kind: str, index: int) -> int:
     return len(_of_jax(kind, ask=True))
 
 
-def _list(kind: str, count: int) -> str:
-    found = [_name("CPU", 0), "/cpu:1", "...", *(_name(kind, i) for i in range(count))]
-    return ", ".join(found)
-
-
 def _advice(kind: str, count: int) -> str:
     if count:
         return ""
@@ -259,9 +251,7 @@ def _gpus(asked: Sequence[str]) -> int:
         asked: libraries to import for that; others count only if imported already.
     """
     library = _gpu_library(asked)
-    if library is None:
-        return 0
-    return len(_of_jax("GPU")) if library == "jax" else _GPUS[library](sys.modules[library])
+    return 0 if library is None else _GPUS[library](sys.modules[library])
 
 
 _GPUS: dict[str, Callable[[Any], int]] = {

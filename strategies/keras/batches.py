@@ -53,7 +53,10 @@ def in_step(batches: Iterable[Any], *, comm: cc.Communicator | None = None) -> I
             yield x, y, weights * np.float32(comm.size * rows / total)
         else:
             # A mean over 0 rows is NaN, so the rank computes with rows of weight 0.
-            x, y, weights = last or map_leaves(_row_of_zeros, (x, y, weights))
+            x, y, weights = last or map_leaves(
+                lambda leaf: np.zeros((1, *leaf.shape[1:]), array_ops.dtype_name(leaf)),
+                (x, y, weights),
+            )
             yield x, y, np.zeros_like(weights)
 
 
@@ -70,8 +73,3 @@ def _with_weights(batch: Any) -> tuple[Any, Any, Any]:
     if given and given[0] is not None:
         weights = array_ops.to_host(given[0]).astype(np.float32)
     return x, y, weights
-
-
-def _row_of_zeros(array: Any) -> Any:
-    """Return a row like those of an array of 0 rows."""
-    return np.zeros((1, *array.shape[1:]), array_ops.dtype_name(array))

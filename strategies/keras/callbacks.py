@@ -135,11 +135,9 @@ class LearningRateWarmup(keras.callbacks.Callback):
         assert self.steps_per_epoch is not None
         steps = self.warmup_epochs * self.steps_per_epoch
         if self._step <= steps:
-            self._set(self.initial_lr * (1 + (self._size - 1) * self._step / steps) / self._size)
+            rate = self.initial_lr * (1 + (self._size - 1) * self._step / steps) / self._size
+            # With JAX the state of a running epoch is not in the variables.
+            if hasattr(self.model, "jax_state_sync"):
+                self.model.jax_state_sync()
+            self.model.optimizer.learning_rate = rate
         self._step += 1
-
-    def _set(self, rate: float) -> None:
-        # With JAX the state of a running epoch is not in the variables.
-        if hasattr(self.model, "jax_state_sync"):
-            self.model.jax_state_sync()
-        self.model.optimizer.learning_rate = rate

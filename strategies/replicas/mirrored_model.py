@@ -246,15 +246,8 @@ def _tensors(module: Any) -> list[tuple[str, Any]]:
     return [*module.named_parameters(), *module.named_buffers()]
 
 
-class _JaxForm:
+class _JaxForm(_Form, Protocol):
     """A model as a function of its arrays, which JAX differentiates."""
-
-    parts: list[Part]
-
-    def call(
-        self, replica: ReplicaContext, values: list[Any], fn: Callable[[Any], R]
-    ) -> tuple[R, list[Any]]:
-        raise NotImplementedError
 
     def differentiate(
         self, replica: ReplicaContext, values: list[Any], fn: Callable[[Any], Any]

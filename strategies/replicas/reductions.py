@@ -233,7 +233,6 @@ def _axes(axis: Axis, shape: tuple[int, ...]) -> tuple[int, ...]:
 
 
 def _join(column: list[Any], axis: int) -> Any:
-    """Concatenate the arrays of this process's replicas."""
     first = column[0]
     _check_consistent("gather", [array.ndim for array in column], "number of dimensions")
     if not -first.ndim <= axis < first.ndim:
