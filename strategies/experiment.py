@@ -107,18 +107,13 @@ class Experiment(Generic[B, R]):
             tasks = Tasks(cluster, server, preemption, hooks)
             # On all tasks, because building variables is collective.
             built = self._build(tasks)
-            if cluster.job == "ps":
-                # Its variables are served by threads; this thread only waits for the end.
+            evaluator = None if cluster.job == "ps" else self._evaluator(built)
+            if cluster.job == "evaluator" and evaluator is not None:
+                evaluator.run(lambda: _over(server), lambda: preemption.asked)
+            elif cluster.job in ("evaluator", "ps"):
+                # The variables of a ps are served by threads; this thread only waits for the end.
                 server.join()
-            elif cluster.job == "evaluator":
-                evaluator = self._evaluator(built)
-                if evaluator is None:
-                    # Without a function to evaluate, this task waits for the training tasks.
-                    server.join()
-                else:
-                    evaluator.run(lambda: _over(server), lambda: preemption.asked)
             else:
-                evaluator = self._evaluator(built)
                 # Without an evaluator task, the chief evaluates between its steps.
                 if evaluator is not None and not cluster.ranks_of("evaluator"):
                     hooks.append(EvaluateCheckpoints(evaluator))

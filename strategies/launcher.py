@@ -27,7 +27,7 @@ import traceback
 from collections import ChainMap
 from collections.abc import Callable, Mapping, Sequence
 from pathlib import Path
-from types import CodeType, TracebackType
+from types import CodeType
 from typing import IO, Any, NamedTuple, TypeVar
 
 from collectives import extend
@@ -179,13 +179,10 @@ def _failure_of(rank: int, error: BaseException) -> _Failure:
     except Exception:
         pickled = io.BytesIO()
     # Without the frame of `run_rank`.
-    shown = traceback.format_exception(error.with_traceback(_below(error.__traceback__)))
+    trace = error.__traceback__
+    shown = traceback.format_exception(error.with_traceback(trace and (trace.tb_next or trace)))
     summary = "".join(traceback.format_exception_only(type(error), error)).strip()
     return _Failure(at, rank, summary, "".join(shown), pickled.getvalue())
-
-
-def _below(trace: TracebackType | None) -> TracebackType | None:
-    return None if trace is None else trace.tb_next or trace
 
 
 def _read(path: Path) -> Any:
@@ -250,11 +247,7 @@ def _unpickled(pickled: bytes) -> BaseException | None:
 
 
 def _pickler(file: IO[bytes]) -> pickle.Pickler:
-    """Return a pickler that copies functions, with the names of their files for tracebacks.
-
-    Raises:
-        NotFoundError: cloudpickle is missing.
-    """
+    """Return a pickler that copies functions, with the names of their files for tracebacks."""
     try:
         import cloudpickle
     except ImportError as error:

@@ -32,6 +32,7 @@ from strategies import errors
 from strategies.checkpoint.storage import Location
 from strategies.core.validation import integer
 from strategies.session.hook_base import Hook, Session, Timer, Values
+from strategies.session.metrics_writer import phrase
 
 __all__ = [
     "SaveCheckpoints",
@@ -174,8 +175,7 @@ class LogValues(Hook):
 
     def _write(self, session: Session, values: Values) -> None:
         if session.is_chief:
-            words = ", ".join(f"{name} {_short(value)}" for name, value in values.items())
-            _log.info("step %d: %s", session.step, words or "no values")
+            _log.info("step %d: %s", session.step, phrase(values) or "no values")
 
 
 class NanLossError(Exception):
@@ -315,7 +315,3 @@ class RunAtEnd(Hook):
     def end(self, session: Session) -> None:
         """Call the function."""
         self.value = self._function()
-
-
-def _short(value: Any) -> str:
-    return str(value) if isinstance(value, (str, int)) else f"{float(value):.4g}"

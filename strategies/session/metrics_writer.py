@@ -10,7 +10,7 @@ import os
 import sys
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 from typing import Any, TextIO
 
@@ -20,7 +20,7 @@ from strategies import errors
 from strategies.core import atomic_io
 from strategies.core.validation import integer
 
-__all__ = ["MetricsWriter", "Progress", "loss_curve", "read_metrics"]
+__all__ = ["MetricsWriter", "Progress", "loss_curve", "phrase", "read_metrics"]
 
 
 class MetricsWriter:
@@ -212,7 +212,7 @@ class Progress:
         self._done += n
         self._values |= values
         if self._bar is not None:
-            self._bar.set_postfix_str(_phrase(self._values), refresh=False)
+            self._bar.set_postfix_str(phrase(self._values), refresh=False)
             self._bar.update(n)
         # Lines in a log file should not be one per step.
         elif time.monotonic() - self._shown_at >= self._interval:
@@ -243,7 +243,7 @@ class Progress:
         seconds = now - self._begin
         share = f" ({self._done / self._total:.0%})" if self._total else ""
         speed = f", {(self._done - self._initial) / seconds:.4g}/s" if seconds > 0 else ""
-        values = f", {_phrase(self._values)}" if self._values else ""
+        values = f", {phrase(self._values)}" if self._values else ""
         name = f"{self._description}: " if self._description else ""
         of = "" if self._total is None else f"/{self._total}"
         line = f"{name}{self._done}{of}{share}, {seconds:.1f} s{speed}{values}\n"
@@ -263,7 +263,7 @@ def _bar(total: int | None, description: str, file: TextIO, initial: int) -> Any
     )
 
 
-def _phrase(values: dict[str, Any]) -> str:
+def phrase(values: Mapping[str, Any]) -> str:
     """Return values as text: "loss 0.3333, accuracy 0.9"."""
     return ", ".join(
         f"{name} {value}" if isinstance(value, (str, int)) else f"{name} {float(value):.4g}"
