@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections import Counter
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from dataclasses import dataclass
 from typing import Any, TypeVar, overload
 
@@ -92,23 +92,17 @@ def broadcast_parameters(
     # All ranks have agreed on names, dtypes and shapes, so the sequence of broadcasts is the same.
     received = {name: _receive(leaf, root, comm) for name, leaf in leaves}
     if extra:
-        _set_extra(comm.broadcast_object(own, root), extra, root, comm)
+        states = comm.broadcast_object(own, root)
+
+        def load() -> tuple[None, list[str]]:
+            if comm.rank != root:
+                for name, module in extra.items():
+                    module.set_extra_state(states[name])
+            return None, []
+
+        # Loading may fail on one rank; `compare` then raises on all.
+        agreement.compare(comm, say, load)
     return given if is_module(given) else replace_named_leaves(given, received)
-
-
-def _set_extra(
-    states: Mapping[str, Any], extra: Mapping[str, Any], root: int, comm: cc.Communicator
-) -> None:
-    """Load the root's extra states on all other ranks."""
-
-    def load() -> tuple[None, list[str]]:
-        if comm.rank != root:
-            for name, module in extra.items():
-                module.set_extra_state(states[name])
-        return None, []
-
-    # Loading may fail on one rank; `compare` then raises on all.
-    agreement.compare(comm, "broadcast_parameters", load)
 
 
 def average_buffers(model: P, *, comm: cc.Communicator | None = None) -> P:

@@ -8,7 +8,6 @@ import traceback
 from collections.abc import Callable, Mapping, Sequence
 from concurrent.futures import Future, wait
 from contextlib import nullcontext
-from functools import partial
 from typing import Any
 
 from strategies.cluster.local_devices import selected
@@ -64,20 +63,16 @@ class TaskFuture(Future[Any]):
         """Run `act` and store its result or exception, unless the future was cancelled."""
         # The call runs first, and its outcome is dropped if the future was cancelled meanwhile: a
         # running function cannot be stopped.
-        result, raised = None, None
         try:
             result = act()
         except BaseException as error:
             # Includes SystemExit of the function, which must reach the caller and not end the
             # thread.
-            raised = error
-        # False after `cancel`: the result is dropped.
-        if not self.set_running_or_notify_cancel():
-            return
-        if raised is None:
-            self.set_result(result)
+            if self.set_running_or_notify_cancel():
+                self.set_exception(error)
         else:
-            self.set_exception(raised)
+            if self.set_running_or_notify_cancel():
+                self.set_result(result)
 
 
 class Task:
@@ -182,51 +177,36 @@ class Task:
         if bad := [other for other in depends_on if not isinstance(other, Future)]:
             raise TypeError(f"submit: a function depends on futures of others, got {bad[0]!r}")
         name = name_of(function, "submit")
-        if self.number == self.service.task:
-            # Nothing is packed for the own task, so any object may be an argument.
-            begin = partial(_begin_here, name, self.device, arguments, named)
-        else:
-            # Packed now, so that `submit` raises for bad arguments even if the call starts later.
-            values = wire.pack([list(arguments), named], "submit")
-            begin = partial(self._begin_there, name, values)
+        own = self.number == self.service.task
+        # Packed now, so that `submit` raises for bad arguments even if the call starts later.
+        # Nothing is packed for the own task, so any object may be an argument.
+        values = () if own else wire.pack([list(arguments), named], "submit")
         # Filled when the call starts, which may be in a callback of `depends_on`.
         under_way: list[Callable[[], object]] = []
         future = TaskFuture(lambda: [withdraw() for withdraw in under_way])
-        if depends_on:
-            _when_done(depends_on, future, lambda: under_way.append(begin(future)))
-        else:
-            under_way.append(begin(future))
-        return future
 
-    def _begin_there(
-        self, name: str, values: wire.Packed, future: TaskFuture
-    ) -> Callable[[], object]:
-        """Send the call, and return the function that cancels it."""
+        def here() -> None:
+            future.finish(lambda: _call_on_device(name, self.device, arguments, named))
 
-        def take(answer: Reply) -> None:
+        def there(answer: Reply) -> None:
             future.finish(lambda: _result(answer))
 
-        # `call` needs no resource; the name only makes errors readable.
-        address = Address(self.number, "", name)
-        told = {"function": name, "device": self.device}
-        number = self.service.start(address, "call", take, told, values)
-        return lambda: self.service.disown(number)
+        def begin() -> None:
+            if own:
+                CALLS.submit(here)
+                under_way.append(lambda: CALLS.withdraw(here))
+            else:
+                # `call` needs no resource; the name only makes errors readable.
+                address = Address(self.number, "", name)
+                told = {"function": name, "device": self.device}
+                number = self.service.start(address, "call", there, told, values)
+                under_way.append(lambda: self.service.disown(number))
 
-
-def _begin_here(
-    name: str,
-    device: str | None,
-    arguments: Sequence[Any],
-    named: dict[str, Any],
-    future: TaskFuture,
-) -> Callable[[], object]:
-    """Queue the call on a thread of this task, and return the function that cancels it."""
-
-    def job() -> None:
-        future.finish(lambda: _call_on_device(name, device, arguments, named))
-
-    CALLS.submit(job)
-    return lambda: CALLS.withdraw(job)
+        if depends_on:
+            _when_done(depends_on, future, begin)
+        else:
+            begin()
+        return future
 
 
 def _when_done(
@@ -253,17 +233,14 @@ def _when_done(
                 other.result()
             begin()
         except BaseException as error:
-            future.finish(partial(_raise, error))
+            if future.set_running_or_notify_cancel():
+                future.set_exception(error)
         else:
             if future.cancelled():  # cancelled before `begin` registered a cancel function
                 future.cancel()
 
     for other in others:
         other.add_done_callback(one_is_done)
-
-
-def _raise(error: BaseException) -> None:
-    raise error
 
 
 def _result(answer: Reply) -> Any:
