@@ -18,7 +18,6 @@ import signal
 import threading
 import time
 from collections.abc import Sequence
-from types import TracebackType
 from typing import Any
 
 import collectives as cc
@@ -150,12 +149,7 @@ class Preemption:
             self._notes.close()
             self._notes = None
 
-    def __exit__(
-        self,
-        kind: type[BaseException] | None,
-        error: BaseException | None,
-        trace: TracebackType | None,
-    ) -> None:
+    def __exit__(self, kind: type[BaseException] | None, *error: object) -> None:
         """Stop handling signals, and exit if a session has stopped for one.
 
         On exit the signals are ignored from then on. The batch system may signal nodes one after

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 import os
 from collections.abc import Mapping
+from contextlib import ExitStack
 from pathlib import Path
 from typing import Any
 
@@ -45,6 +46,7 @@ class Summaries(Hook):
     ) -> None:
         self._path, self._tensorboard, self._description = metrics, tensorboard, progress
         self._timer = Timer("Summaries", steps=every_steps)
+        self._files = ExitStack()
         self._metrics: MetricsWriter | None = None
         self._events: Any = None
         self._progress: Progress | None = None
@@ -56,13 +58,15 @@ class Summaries(Hook):
             return
         step = session.step
         self._timer.reset()
-        self._close()
+        self._files.close()
         # Opened again after a recovery, which drops the values of later steps.
         if self._path is not None:
             # Step 0 is a new run, which replaces the file.
-            self._metrics = MetricsWriter(self._path, resume_step=step or None)
+            writer = MetricsWriter(self._path, resume_step=step or None)
+            self._metrics = self._files.enter_context(writer)
         if isinstance(self._tensorboard, (str, os.PathLike)):
             self._events = _event_writer(Path(self._tensorboard), resume_step=step or None)
+            self._files.callback(self._events.close)
         else:
             # An object of the caller, who also closes it.
             self._events = self._tensorboard
@@ -95,19 +99,9 @@ class Summaries(Hook):
 
     def close(self) -> None:
         """Close everything, also after an error; harmless when repeated."""
-        try:
-            self._close()
-        finally:
+        with self._files:
             if self._progress is not None:
                 self._progress.close()
-
-    def _close(self) -> None:
-        try:
-            if self._metrics is not None:
-                self._metrics.close()
-        finally:
-            if self._events is not None and self._events is not self._tensorboard:
-                self._events.close()
 
 
 def _event_writer(folder: Path, *, resume_step: int | None = None) -> Any:

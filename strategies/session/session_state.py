@@ -20,7 +20,7 @@ from strategies.elastic.surviving_ranks import retry_on_survivors
 
 __all__ = ["SessionState"]
 
-_log = logging.getLogger("strategies.session.session")
+_log = logging.getLogger(__name__)
 
 
 class SessionState:
@@ -74,9 +74,6 @@ class SessionState:
         self._restores, self._metric = restore, metric
         self.step, self.saved_step = 0, -1
         self._committed_step = 0
-        self._unsaved: dict[str, Any] = {}
-        self._uncommitted: dict[str, Any] = {}
-        self._on_its_way = -1  # step of the checkpoint in the background
         self._meet(saver, comm)
 
     def _meet(self, saver: Saver | None, comm: cc.Communicator | None) -> None:
@@ -91,6 +88,9 @@ class SessionState:
                     "contains step, such as State(comm, step=0, model=model), and a "
                     "CheckpointManager(directory, state.comm), got other ranks or no step"
                 )
+        self._unsaved: dict[str, Any] = {}
+        self._uncommitted: dict[str, Any] = {}
+        self._on_its_way = -1  # step of the checkpoint in the background
         self._saver = saver
         self._together = saver is not None and saver.checkpoints.comm is not None
         self.everyone = ProcessGroup(comm)
