@@ -31,7 +31,7 @@ else:
 __all__ = [
     "A",
     "CompressionOptions",
-    "Detachable",
+    "Tensor",
     "Numbers",
     "ReduceOptions",
     "ReduceScatterOptions",
@@ -51,7 +51,7 @@ Numbers = complex | np.generic | Sequence[Any]
 Splits = Sequence[int] | npt.NDArray[Any]
 
 
-class Detachable(Protocol[A_co]):
+class Tensor(Protocol[A_co]):
     """Protocol of a PyTorch tensor or parameter, for type checkers."""
 
     def detach(self) -> A_co:

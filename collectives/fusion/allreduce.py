@@ -27,7 +27,7 @@ from collectives.arrays.lowering import Lowering
 from collectives.arrays.reduction import MEAN, Op
 from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
-from collectives.calls.overloads import A, Detachable, Numbers, ReduceOptions, Unpack
+from collectives.calls.overloads import A, Numbers, ReduceOptions, Tensor, Unpack
 from collectives.fusion import on_device as grouped_on_device
 from collectives.fusion.layouts import (
     FusionCache,
@@ -58,7 +58,7 @@ def grouped_allreduce(
 ) -> list[Array]: ...
 @overload
 def grouped_allreduce(
-    group: Group, xs: Sequence[Detachable[A]], *, out: None = None, **options: Unpack[FusedOptions]
+    group: Group, xs: Sequence[Tensor[A]], *, out: None = None, **options: Unpack[FusedOptions]
 ) -> list[A]: ...
 @overload
 def grouped_allreduce(

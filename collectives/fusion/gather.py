@@ -24,7 +24,7 @@ from collectives.arrays.reduction import MEAN, Op
 from collectives.calls import counts as row_counts
 from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
-from collectives.calls.overloads import A, CommonOptions, Detachable, Numbers, ReduceOptions, Unpack
+from collectives.calls.overloads import A, CommonOptions, Numbers, ReduceOptions, Tensor, Unpack
 from collectives.fusion import bucket_layout
 from collectives.fusion.allreduce import pairs, result_view
 from collectives.plans import planner as plans
@@ -40,7 +40,7 @@ def grouped_broadcast(
 ) -> list[Array]: ...  # fmt: skip
 @overload
 def grouped_broadcast(
-    group: Group, xs: Sequence[Detachable[A]], root: int = 0, *, out: None = None,
+    group: Group, xs: Sequence[Tensor[A]], root: int = 0, *, out: None = None,
     **options: Unpack[CommonOptions],
 ) -> list[A]: ...  # fmt: skip
 @overload
@@ -114,7 +114,7 @@ def grouped_allgather(
 ) -> list[Array]: ...
 @overload
 def grouped_allgather(
-    group: Group, xs: Sequence[Detachable[A]], *, out: None = None, **options: Unpack[CommonOptions]
+    group: Group, xs: Sequence[Tensor[A]], *, out: None = None, **options: Unpack[CommonOptions]
 ) -> list[A]: ...
 @overload
 def grouped_allgather(
@@ -242,11 +242,7 @@ def grouped_reduce_scatter(
 ) -> list[Array]: ...
 @overload
 def grouped_reduce_scatter(
-    group: Group,
-    xs: Sequence[Detachable[A]],
-    *,
-    out: None = None,
-    **options: Unpack[ReduceOptions],
+    group: Group, xs: Sequence[Tensor[A]], *, out: None = None, **options: Unpack[ReduceOptions]
 ) -> list[A]: ...
 @overload
 def grouped_reduce_scatter(

@@ -16,7 +16,7 @@ from collectives.arrays.reduction import MAX
 from collectives.calls.call import begin_call, is_timeout
 from collectives.calls.fast_path import Given
 from collectives.calls.group import Group
-from collectives.calls.overloads import A, CommonOptions, Detachable, Numbers, Unpack
+from collectives.calls.overloads import A, CommonOptions, Numbers, Tensor, Unpack
 from collectives.devices.staged import DeviceArgument, DeviceOperations
 from collectives.operations import plan_cache
 from collectives.plans import by_messages
@@ -39,12 +39,7 @@ def broadcast(
 ) -> Array: ...
 @overload
 def broadcast(
-    group: Group,
-    x: Detachable[A],
-    root: int = 0,
-    *,
-    out: None = None,
-    **options: Unpack[CommonOptions],
+    group: Group, x: Tensor[A], root: int = 0, *, out: None = None, **options: Unpack[CommonOptions]
 ) -> A: ...
 @overload
 def broadcast(

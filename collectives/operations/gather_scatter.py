@@ -18,10 +18,10 @@ from collectives.calls.group import Group
 from collectives.calls.overloads import (
     A,
     CommonOptions,
-    Detachable,
     Numbers,
     ScatterOptions,
     Splits,
+    Tensor,
     Unpack,
 )
 from collectives.operations import gather_moves, objects, plan_cache
@@ -36,12 +36,7 @@ def gather(
 ) -> Array | None: ...
 @overload
 def gather(
-    group: Group,
-    x: Detachable[A],
-    root: int = 0,
-    *,
-    out: None = None,
-    **options: Unpack[CommonOptions],
+    group: Group, x: Tensor[A], root: int = 0, *, out: None = None, **options: Unpack[CommonOptions]
 ) -> A | None: ...
 @overload
 def gather(
@@ -111,7 +106,7 @@ def allgather(
 ) -> Array: ...
 @overload
 def allgather(
-    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[CommonOptions]
+    group: Group, x: Tensor[A], *, out: None = None, **options: Unpack[CommonOptions]
 ) -> A: ...
 @overload
 def allgather(group: Group, x: A, *, out: None = None, **options: Unpack[CommonOptions]) -> A: ...
@@ -171,7 +166,7 @@ def scatter(
 @overload
 def scatter(
     group: Group,
-    x: Detachable[A],
+    x: Tensor[A],
     root: int = 0,
     *,
     out: None = None,
@@ -248,42 +243,22 @@ def scatter(
     return to.restore(result)
 
 
+class _AlltoallOptions(ScatterOptions, total=False):
+    return_counts: Literal[False]
+
+
 @overload
 def alltoall(
-    group: Group,
-    x: Numbers,
-    *,
-    out: None = None,
-    return_counts: Literal[False] = False,
-    **options: Unpack[ScatterOptions],
+    group: Group, x: Numbers, *, out: None = None, **options: Unpack[_AlltoallOptions]
 ) -> Array: ...
 @overload
 def alltoall(
-    group: Group,
-    x: Detachable[A],
-    *,
-    out: None = None,
-    return_counts: Literal[False] = False,
-    **options: Unpack[ScatterOptions],
+    group: Group, x: Tensor[A], *, out: None = None, **options: Unpack[_AlltoallOptions]
 ) -> A: ...
 @overload
-def alltoall(
-    group: Group,
-    x: A,
-    *,
-    out: None = None,
-    return_counts: Literal[False] = False,
-    **options: Unpack[ScatterOptions],
-) -> A: ...
+def alltoall(group: Group, x: A, *, out: None = None, **options: Unpack[_AlltoallOptions]) -> A: ...
 @overload
-def alltoall(
-    group: Group,
-    x: object,
-    *,
-    out: A,
-    return_counts: Literal[False] = False,
-    **options: Unpack[ScatterOptions],
-) -> A: ...
+def alltoall(group: Group, x: object, *, out: A, **options: Unpack[_AlltoallOptions]) -> A: ...
 @overload
 def alltoall(
     group: Group,

@@ -24,11 +24,11 @@ from collectives.calls.group import Group
 from collectives.calls.overloads import (
     A,
     CompressionOptions,
-    Detachable,
     Numbers,
     ReduceOptions,
     ReduceScatterOptions,
     Splits,
+    Tensor,
     Unpack,
 )
 from collectives.devices.staged import DeviceArgument, DeviceOperations
@@ -51,7 +51,7 @@ def allreduce(
 ) -> Array: ...
 @overload
 def allreduce(
-    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[CompressionOptions]
+    group: Group, x: Tensor[A], *, out: None = None, **options: Unpack[CompressionOptions]
 ) -> A: ...
 @overload
 def allreduce(
@@ -187,12 +187,7 @@ def reduce(
 ) -> Array | None: ...
 @overload
 def reduce(
-    group: Group,
-    x: Detachable[A],
-    root: int = 0,
-    *,
-    out: None = None,
-    **options: Unpack[ReduceOptions],
+    group: Group, x: Tensor[A], root: int = 0, *, out: None = None, **options: Unpack[ReduceOptions]
 ) -> A | None: ...
 @overload
 def reduce(
@@ -286,7 +281,7 @@ def reduce_scatter(
 ) -> Array: ...
 @overload
 def reduce_scatter(
-    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[ReduceScatterOptions]
+    group: Group, x: Tensor[A], *, out: None = None, **options: Unpack[ReduceScatterOptions]
 ) -> A: ...
 @overload
 def reduce_scatter(

@@ -17,7 +17,7 @@ from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
 from collectives.calls.call import Call, begin_call
 from collectives.calls.group import Group
-from collectives.calls.overloads import A, CommonOptions, Detachable, Numbers, Unpack
+from collectives.calls.overloads import A, CommonOptions, Numbers, Tensor, Unpack
 from collectives.node.engine import Engine
 
 __all__ = ["ScanOptions", "exscan", "scan"]
@@ -38,9 +38,7 @@ def scan(
     group: Group, x: Numbers, *, out: None = None, **options: Unpack[ScanOptions]
 ) -> Array: ...
 @overload
-def scan(
-    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[ScanOptions]
-) -> A: ...
+def scan(group: Group, x: Tensor[A], *, out: None = None, **options: Unpack[ScanOptions]) -> A: ...
 @overload
 def scan(group: Group, x: A, *, out: None = None, **options: Unpack[ScanOptions]) -> A: ...
 @overload
@@ -91,7 +89,7 @@ def exscan(
 ) -> Array | None: ...
 @overload
 def exscan(
-    group: Group, x: Detachable[A], *, out: None = None, **options: Unpack[ScanOptions]
+    group: Group, x: Tensor[A], *, out: None = None, **options: Unpack[ScanOptions]
 ) -> A | None: ...
 @overload
 def exscan(group: Group, x: A, *, out: None = None, **options: Unpack[ScanOptions]) -> A | None: ...

@@ -12,7 +12,7 @@ from collectives.arrays.host_arrays import Array
 from collectives.arrays.reduction import MEAN, SUM, Op
 from collectives.calls.call import begin_call
 from collectives.calls.group import Group
-from collectives.calls.overloads import A, Detachable, Numbers, Unpack
+from collectives.calls.overloads import A, Numbers, Tensor, Unpack
 from collectives.operations.gather_scatter import allgather
 from collectives.operations.reduce import allreduce
 
@@ -36,7 +36,7 @@ def sparse_allreduce(
 ) -> tuple[Array, Array]: ...
 @overload
 def sparse_allreduce(
-    group: Group, indices: Any, values: Detachable[A], **options: Unpack[SparseOptions]
+    group: Group, indices: Any, values: Tensor[A], **options: Unpack[SparseOptions]
 ) -> tuple[Array, A]: ...
 @overload
 def sparse_allreduce(
