@@ -23,6 +23,7 @@ from collectives.operations import broadcast as broadcasts
 from collectives.operations import gather_scatter, objects, persistent, shrink, sparse
 from collectives.operations import neighbours as neighbourhoods
 from collectives.operations import reduce as reductions
+from collectives.operations import reduce_scatter as reduce_scatters
 from collectives.operations import scan as scans
 from collectives.operations import split as groups
 from collectives.operations.nonblocking import nonblocking_twin, request_thread
@@ -207,7 +208,7 @@ class Communicator:
 
     allreduce = _operation(reductions.allreduce)
     reduce = _operation(reductions.reduce)
-    reduce_scatter = _operation(reductions.reduce_scatter)
+    reduce_scatter = _operation(reduce_scatters.reduce_scatter)
     grouped_allreduce = _operation(grouped.grouped_allreduce)
     grouped_allgather = _operation(grouped_rows.grouped_allgather)
     grouped_reduce_scatter = _operation(grouped_rows.grouped_reduce_scatter)
@@ -247,7 +248,7 @@ class Communicator:
 
     allreduce_async = _operation(nonblocking_twin(reductions.allreduce))
     reduce_async = _operation(nonblocking_twin(reductions.reduce))
-    reduce_scatter_async = _operation(nonblocking_twin(reductions.reduce_scatter))
+    reduce_scatter_async = _operation(nonblocking_twin(reduce_scatters.reduce_scatter))
     scan_async = _operation(nonblocking_twin(scans.scan))
     exscan_async = _operation(nonblocking_twin(scans.exscan))
     broadcast_async = _operation(nonblocking_twin(broadcasts.broadcast))

@@ -35,7 +35,8 @@ from collectives.launch.launcher import launcher_rank, launcher_world_size
 from collectives.operations import plan_cache
 from collectives.operations.broadcast import broadcast
 from collectives.operations.gather_scatter import allgather
-from collectives.operations.reduce import allreduce, reduce_scatter
+from collectives.operations.reduce import allreduce
+from collectives.operations.reduce_scatter import reduce_scatter
 from collectives.tracing.call_sites import (
     CallOrigin,
     caller,

@@ -12,9 +12,9 @@ from collectives.arrays.reduction import MEAN, Op
 from collectives.arrays.specs import ArraySpec
 from collectives.calls.call import begin_call
 from collectives.calls.group import Group
-from collectives.fusion import bucket_layout, device_buffer
+from collectives.fusion import bucket_layout
 from collectives.fusion.buckets import Buckets
-from collectives.fusion.device_buffer import DeviceBucketBuffer
+from collectives.fusion.device_buffer import DeviceBucketBuffer, if_all_on_device
 from collectives.fusion.host_buffer import BucketBuffer, BucketOptions, HostBucketBuffer
 from collectives.kernels.compression import NONE, Compression, resolve
 from collectives.operations import split
@@ -86,12 +86,7 @@ def plan_buckets(
             reduction.check(op, dtype, operation=call.operation, algorithm=algorithm)
             compression.codec(dtype, op, network=True, name="")
         in_memory = call.engine_for(algorithm) is not None
-        usual = BUCKET_BYTES if in_memory else BUCKET_BYTES_MESSAGES
-        first = FIRST_BUCKET_BYTES if first_bucket_bytes is None else first_bucket_bytes
-        later = usual if bucket_bytes is None else bucket_bytes
-        limits = (operator.index(first), operator.index(later))
-        if min(limits) <= 0:
-            raise ValueError(f"plan_buckets: expected bytes > 0, got {limits} (first, later)")
+        limits = _limits(first_bucket_bytes, bucket_bytes, in_memory)
         if names is not None and len(names) != len(kinds):
             raise ValueError(
                 f"plan_buckets: expected a name for each of {len(kinds)} arrays, got {len(names)}"
@@ -106,9 +101,7 @@ def plan_buckets(
     # Only after the agreement, because a duplicate is a call of its own.
     ranks = split.dup(group)
     name = name or f"buckets {next(_numbers)}"
-    there = (
-        None if reduction.is_on_host(op) else device_buffer.if_all_on_device(ranks, like, timeout)
-    )
+    there = [] if reduction.is_on_host(op) else if_all_on_device(ranks, like, timeout)
     if there and bucket_bytes is None:  # slices pass through host memory in any case
         limits = limits[0], BUCKET_BYTES_MESSAGES
     options = BucketOptions(op, compression, limits, timeout, name, in_memory, algorithm)
@@ -118,6 +111,18 @@ def plan_buckets(
         else HostBucketBuffer(ranks, kinds, options)
     )
     return Buckets(ranks, places, names or [str(i) for i in range(len(kinds))])
+
+
+def _limits(first: int | None, later: int | None, in_memory: bool) -> tuple[int, int]:
+    """Return the bytes of the first bucket, and of the later ones."""
+    usual = BUCKET_BYTES if in_memory else BUCKET_BYTES_MESSAGES
+    limits = (
+        operator.index(FIRST_BUCKET_BYTES if first is None else first),
+        operator.index(usual if later is None else later),
+    )
+    if min(limits) <= 0:
+        raise ValueError(f"plan_buckets: expected bytes > 0, got {limits} (first, later)")
+    return limits
 
 
 def _words(kind: ArraySpec) -> str:

@@ -5,26 +5,19 @@ Comments name the steps of `docs/how-a-call-goes.md`.
 
 from __future__ import annotations
 
-from functools import partial
 from typing import Any, overload
 
 import numpy as np
 
 from collectives.arrays import host_arrays
 from collectives.arrays.host_arrays import Array, HostArgument
-from collectives.arrays.reduction import MAX
 from collectives.calls.call import begin_call, is_timeout
 from collectives.calls.fast_path import Given
 from collectives.calls.group import Group
 from collectives.calls.overloads import A, CommonOptions, Numbers, Tensor, Unpack
 from collectives.devices.staged import DeviceArgument, DeviceOperations
 from collectives.operations import plan_cache
-from collectives.plans import by_messages
 from collectives.plans import planner as plans
-from collectives.plans.by_messages import ReduceSpec
-from collectives.plans.lone_call import LoneCall
-from collectives.plans.message_calls import EagerCall, MessageCall
-from collectives.plans.prepared_calls import NodeCall
 from collectives.tracing.call_sites import caller
 
 __all__ = ["barrier", "broadcast"]
@@ -146,18 +139,7 @@ def barrier(group: Group, *, algorithm: str = "auto", timeout: float | None = No
         return
     with begin_call(group, "barrier", timeout) as call:
         call.describe(algorithm=algorithm)
-        plan: NodeCall | EagerCall | MessageCall
-        if engine := call.engine_for(algorithm):
-            plan = NodeCall(call, engine.plan_publish(0, [], call.digest, 0))
-        elif plans.is_alone(call, algorithm):
-            plan = LoneCall(call, 0)
-        elif small := plans.eager_allreduce(
-            call, np.empty(0, np.uint8), ReduceSpec(MAX, algorithm)
-        ):
-            # An empty contribution: the comparison of the calls is the barrier.
-            plan = small
-        else:
-            plan = MessageCall(call, partial(by_messages.barrier, algorithm=algorithm))
+        plan = plans.barrier(call, algorithm)
         plan.first(call)
         # Kept without `store`, which needs an array for the key.
         if algorithm == "auto":

@@ -1,4 +1,4 @@
-"""`allreduce`, `reduce` and `reduce_scatter`.
+"""`allreduce` and `reduce`.
 
 Each operation looks for the plan of an equal earlier call and runs it. Otherwise it checks its
 arguments, describes the call, makes a plan, runs it and keeps it. Comments name the steps of
@@ -7,18 +7,16 @@ arguments, describes the call, makes a plan, runs it and keeps it. Comments name
 
 from __future__ import annotations
 
-import itertools
 import math
-from functools import partial
 from typing import Any, overload
 
 import numpy as np
 
 from collectives.arrays import host_arrays, lowering, reduction
 from collectives.arrays.host_arrays import Array, HostArgument
+from collectives.arrays.lowering import Lowering
 from collectives.arrays.reduction import LOCATING, MEAN, Op
-from collectives.calls import counts as row_counts
-from collectives.calls.call import begin_call
+from collectives.calls.call import Call, begin_call
 from collectives.calls.fast_path import Given
 from collectives.calls.group import Group
 from collectives.calls.overloads import (
@@ -26,23 +24,17 @@ from collectives.calls.overloads import (
     CompressionOptions,
     Numbers,
     ReduceOptions,
-    ReduceScatterOptions,
-    Splits,
     Tensor,
     Unpack,
 )
 from collectives.devices.staged import DeviceArgument, DeviceOperations
-from collectives.kernels.compression import NONE, Compression, resolve
+from collectives.kernels.compression import NONE, Codec, Compression, resolve
 from collectives.operations import minloc, plan_cache
-from collectives.plans import by_messages
 from collectives.plans import planner as plans
 from collectives.plans.by_messages import ReduceSpec
-from collectives.plans.lone_call import LoneCall
-from collectives.plans.message_calls import MessageCall
-from collectives.plans.prepared_calls import NodeCall
 from collectives.tracing.call_sites import caller
 
-__all__ = ["allreduce", "reduce", "reduce_scatter"]
+__all__ = ["allreduce", "reduce"]
 
 
 @overload
@@ -147,30 +139,20 @@ def allreduce(
         way = lowering.lower(
             op, array.dtype, group.size, scales, operation=call.operation, algorithm=algorithm
         )
-        codec = None
-        # Top-k rejects what it cannot add; the others send it unchanged.
-        if way is None or way.dtype == array.dtype or compression.fraction is not None:
-            codec = compression.codec(array.dtype, op, network=group.num_nodes > 1, name=name)
-        if codec is not None:
-            # Before the comparison, so that the name of another array is a refusal.
-            codec.acquire(math.prod(array.shape), array.dtype)
-        if not isinstance(loan, HostArgument):
+        codec = _codec_for(array, group, op, way, compression, name)
+        memory = {}
+        if isinstance(loan, DeviceArgument):
             algorithm = on_devices.algorithm_for(algorithm, loan, op, codec, call.operation)
-        memory = {} if isinstance(loan, HostArgument) else {"memory": "device"}
+            memory = {"memory": "device"}
         call.describe(  # step 4
             op=op.value, dtype=array.dtype, shape=array.shape, compression=compression, **memory,
             **scales, algorithm=algorithm,
         )  # fmt: skip
-        # The device path compares the call itself, and may return a plan for an array in a window.
-        if not isinstance(loan, HostArgument):
-            planned = on_devices.allreduce(call, loan, ReduceSpec(op, algorithm, codec))
-            if planned is not None:
-                window, in_window = planned
-                plan_cache.store(group, key, window, window, in_window)  # step 7
-            return loan.finish()
-        if way is not None:
-            loan, op = way.lend(loan), way.op
         how = ReduceSpec(op, algorithm, codec)
+        if isinstance(loan, DeviceArgument):
+            return _allreduce_on_device(call, key, loan, how)
+        if way is not None:
+            loan, how = way.lend(loan), how._replace(op=way.op)
         # For a lowered op the loan holds a private copy, so `send` and `flat` are one memory.
         send, flat, result = _memory(loan)
         plan = plans.allreduce(call, send, flat, how)  # step 5
@@ -179,6 +161,32 @@ def allreduce(
         if way is None and (codec is None or codec.residuals is None):
             plan_cache.store(group, key, loan.host, result, plan)  # step 7
     return loan.restore(host_arrays.copy_to(flat, result))
+
+
+def _codec_for(
+    array: Array | DeviceArgument, group: Group, op: Op, way: Lowering | None,
+    compression: Compression, name: str | None,
+) -> Codec | None:  # fmt: skip
+    # Top-k rejects what it cannot add; the others send it unchanged.
+    if way is not None and way.dtype != array.dtype and compression.fraction is None:
+        return None
+    codec = compression.codec(array.dtype, op, network=group.num_nodes > 1, name=name)
+    if codec is not None:
+        # Before the comparison, so that the name of another array is a refusal.
+        codec.acquire(math.prod(array.shape), array.dtype)
+    return codec
+
+
+def _allreduce_on_device(
+    call: Call, key: plan_cache.Key, loan: DeviceArgument, how: ReduceSpec
+) -> Any:
+    group = call.group
+    # The device path compares the call itself, and may return a plan for an array in a window.
+    planned = group.state_of(DeviceOperations).allreduce(call, loan, how)
+    if planned is not None:
+        window, in_window = planned
+        plan_cache.store(group, key, window, window, in_window)  # step 7
+    return loan.finish()
 
 
 @overload
@@ -260,126 +268,12 @@ def reduce(
         send, flat, result = _memory(loan)
         # Without a result the engine writes nothing on this rank.
         target = flat if own else None
-        plan: NodeCall | MessageCall  # step 5
-        if engine := call.engine_for(algorithm):
-            plan = NodeCall(call, engine.plan_reduce(send, target, op, root, call.digest))
-        elif plans.is_alone(call, algorithm):
-            plan = LoneCall(call, send.nbytes)
-        else:
-            how = ReduceSpec(op, algorithm)
-            plan = MessageCall(call, partial(by_messages.reduce, how=how, root=root))
+        plan = plans.reduce(call, send, target, root, ReduceSpec(op, algorithm))  # step 5
         plan.first(call, send, target)  # step 6
         if way is None:
             # Other ranks look the plan up in place, as in step 1.
             plan_cache.store(group, key, array, result if own else array, plan)  # step 7
     return None if target is None else loan.restore(host_arrays.copy_to(flat, result))
-
-
-@overload
-def reduce_scatter(
-    group: Group, x: Numbers, *, out: None = None, **options: Unpack[ReduceScatterOptions]
-) -> Array: ...
-@overload
-def reduce_scatter(
-    group: Group, x: Tensor[A], *, out: None = None, **options: Unpack[ReduceScatterOptions]
-) -> A: ...
-@overload
-def reduce_scatter(
-    group: Group, x: A, *, out: None = None, **options: Unpack[ReduceScatterOptions]
-) -> A: ...
-@overload
-def reduce_scatter(
-    group: Group, x: object, *, out: A, **options: Unpack[ReduceScatterOptions]
-) -> A: ...
-def reduce_scatter(
-    group: Group,
-    x: Any,
-    *,
-    op: Op = MEAN,
-    out: Any = None,
-    counts: Splits | None = None,
-    algorithm: str = "auto",
-    prescale: float = 1,
-    postscale: float = 1,
-    timeout: float | None = None,
-) -> Any:
-    """Reduce the arrays of all ranks, and return each rank's share of the rows.
-
-    Args:
-        x: shape (n, ...), the same on all ranks; n need not be a multiple of the size.
-        op: reduction operation.
-        out: array for this rank's rows, with their shape and the dtype of `x`, as for `allreduce`.
-            It may be this rank's rows of `x`.
-        counts: rows for every rank, which add up to n, the same on all ranks; None shares evenly,
-            with one more row for each of the first `n % size` ranks.
-        algorithm: "auto", "node", "ring", "halving" or "native".
-        prescale: as for `allreduce`.
-        postscale: as for `allreduce`.
-        timeout: seconds; None uses UNISONO_TIMEOUT.
-
-    Returns:
-        `out`, or a new array of shape (own rows, ...) and the dtype of `x`.
-
-    Raises:
-        ValueError: `x` has no dimension, the counts do not add up, or `out` does not fit.
-        TypeError, MismatchError, CollectiveTimeout: as `allreduce`.
-
-    Cost: "ring" P - 1 messages and (P - 1)/P S bytes sent per rank.
-    """
-    # A list is the usual form of `counts`, and has no hash.
-    key: plan_cache.Key = ("reduce_scatter", op, algorithm, prescale, postscale,
-                      tuple(counts) if type(counts) is list else counts)  # fmt: skip
-    made = group.fast_path.repeat(x, out, caller(), timeout, *key)
-    if made is not None:
-        return made
-    run = plan_cache.run_cached if out is None else plan_cache.run_cached_into
-    try:
-        return run(group, key, x, out, timeout, caller())  # step 1
-    except plan_cache.NoPlan:
-        pass
-    if type(op) is Op and op in LOCATING:
-        asked = minloc.MinlocOptions(op, algorithm, prescale, postscale, timeout)
-        return minloc.reduce_scatter(group, (allreduce, reduce_scatter), x, out, counts, asked)
-    with begin_call(group, "reduce_scatter", timeout) as call:  # step 2
-        loan = host_arrays.host_view(x, operation=call.operation)  # step 3
-        array = loan.host
-        scales = lowering.validate_scales(prescale, postscale, operation=call.operation)
-        way = lowering.lower(
-            op, array.dtype, group.size, scales, operation=call.operation, algorithm=algorithm
-        )
-        shares = row_counts.split_counts(call, array, counts)
-        shape = (shares[group.rank], *array.shape[1:])
-        target, give_back = None, loan.restore
-        if out is not None:
-            target, give_back = host_arrays.check_out(
-                out, shape, array.dtype, operation=call.operation
-            )
-        told: dict[str, object] = {}
-        if counts is not None:
-            # Equal counts must be found again whether they are a list, a tuple or an array.
-            told["counts"] = numbers = tuple(shares)
-            key = (*key[:-1], numbers)
-        call.describe(  # step 4
-            op=op.value, dtype=array.dtype, shape=array.shape, **told, **scales,
-            algorithm=algorithm,
-        )  # fmt: skip
-        if way is not None:
-            loan, op = way.lend(HostArgument(array, target, give_back)), way.op
-            # The lowered result has another dtype than the memory of the caller, so `give_back`
-            # copies it.
-            array, target, give_back = loan.host, None, loan.restore
-        bounds = [0, *(n * math.prod(array.shape[1:]) for n in itertools.accumulate(shares))]
-        send = host_arrays.flat(array)
-        # `out` may be the own rows of `x`, which then begins `before` bytes before it.
-        before = bounds[group.rank] * array.itemsize
-        result, own = host_arrays.output(target, shape, array.dtype, send, -before)
-        plan = plans.reduce_scatter(call, send, bounds, ReduceSpec(op, algorithm), shape)  # step 5
-        plan.first(call, send, own)  # step 6
-        if way is None:
-            # None: the result is never the whole array, so no place in shared memory is a part of
-            # the key.
-            plan_cache.store(group, key, array, None, plan)  # step 7
-    return give_back(host_arrays.copy_to(own, result))
 
 
 def _memory(loan: HostArgument) -> tuple[Array, Array, Array]:

@@ -13,9 +13,12 @@ from functools import partial
 from types import FrameType
 from typing import Generic, NamedTuple
 
+import numpy as np
+
 from collectives.algorithms.eager import EagerBlock
 from collectives.arrays import reduction
 from collectives.arrays.host_arrays import Array
+from collectives.arrays.reduction import MAX
 from collectives.calls import signature_check
 from collectives.calls.call import Call
 from collectives.calls.group import Group
@@ -34,10 +37,11 @@ __all__ = [
     "Plan",
     "CompositePlan",
     "allreduce",
+    "barrier",
     "broadcast",
     "broadcast_chunk",
-    "eager_allreduce",
     "is_alone",
+    "reduce",
     "reduce_scatter",
 ]
 
@@ -55,7 +59,7 @@ def allreduce(
         if is_alone(call, how.algorithm) and how.codec is None:
             return LoneCall(call, send.nbytes)
         # Prepared messages first: they carry up to 64 KiB, the comparison of a `MessageCall` 3 KiB.
-        small = eager_allreduce(call, send, how)
+        small = _eager_allreduce(call, send, how)
         return small or MessageCall(call, partial(messages.allreduce, how=how))
     if place := engine.shared.location_of_pair(send, out):  # another kernel, so all ranks need it
         call.add(memory=f"shared array {place.number} + {place.offset} bytes")
@@ -67,7 +71,7 @@ def is_alone(call: Call, algorithm: str) -> bool:
     return call.group.size == 1 and algorithm == "auto"
 
 
-def eager_allreduce(call: Call, send: Array, how: ReduceSpec) -> EagerCall | None:
+def _eager_allreduce(call: Call, send: Array, how: ReduceSpec) -> EagerCall | None:
     """Plan an all-reduce inside the comparison's messages; None if it does not fit."""
     group, op = call.group, how.op
     if (
@@ -83,6 +87,17 @@ def eager_allreduce(call: Call, send: Array, how: ReduceSpec) -> EagerCall | Non
     ):
         return None
     return EagerCall(call, found, EagerBlock(found, send.dtype, send.size, op, fill=True))
+
+
+def reduce(
+    call: Call, send: Array, out: Array | None, root: int, how: ReduceSpec
+) -> NodeCall | MessageCall:
+    """Plan the reduction of flat arrays to the root's `out`; other ranks pass None."""
+    if engine := call.engine_for(how.algorithm):
+        return NodeCall(call, engine.plan_reduce(send, out, how.op, root, call.digest))
+    if is_alone(call, how.algorithm):
+        return LoneCall(call, send.nbytes)
+    return MessageCall(call, partial(messages.reduce, how=how, root=root))
 
 
 def reduce_scatter(
@@ -128,6 +143,17 @@ def broadcast_chunk(call: Call, buffer: Array, root: int, algorithm: str = "auto
         call.algorithm("broadcast", algorithm, buffer.nbytes)(buffer, root, call.deadline)
     else:
         broadcast(call, buffer, root, algorithm).first(call, buffer, buffer)
+
+
+def barrier(call: Call, algorithm: str) -> NodeCall | EagerCall | MessageCall:
+    """Plan a barrier, in a described call."""
+    if engine := call.engine_for(algorithm):
+        return NodeCall(call, engine.plan_publish(0, [], call.digest, 0))
+    if is_alone(call, algorithm):
+        return LoneCall(call, 0)
+    # An empty contribution: the comparison of the calls is the barrier.
+    small = _eager_allreduce(call, np.empty(0, np.uint8), ReduceSpec(MAX, algorithm))
+    return small or MessageCall(call, partial(messages.barrier, algorithm=algorithm))
 
 
 class CompositePlan(NamedTuple):
