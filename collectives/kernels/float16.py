@@ -21,9 +21,10 @@ from typing import Any
 import numpy as np
 from llvmlite import ir
 from numba import types
-from numba.extending import intrinsic, register_jitable
+from numba.extending import register_jitable
 
 from collectives.kernels import intrinsics
+from collectives.kernels.intrinsics import emits
 
 __all__ = [
     "CONVERSIONS",
@@ -51,46 +52,27 @@ def jitable(function: Callable[..., Any]) -> Callable[..., Any]:
     return registered
 
 
-@intrinsic
-def bits_of(typingctx: Any, x: Any) -> Any:
+@emits(types.uint32, types.float32)
+def bits_of(builder: Any, x: Any) -> Any:
     """Return the bits of a float32 as uint32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # A reinterpretation, not a conversion.
-        return builder.bitcast(args[0], ir.IntType(32))
-
-    return types.uint32(types.float32), codegen
+    # A reinterpretation, not a conversion.
+    return builder.bitcast(x, ir.IntType(32))
 
 
-@intrinsic
-def float_of(typingctx: Any, bits: Any) -> Any:
+@emits(types.float32, types.uint32)
+def float_of(builder: Any, bits: Any) -> Any:
     """Return the float32 with these bits."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(args[0], ir.FloatType())
-
-    return types.float32(types.uint32), codegen
+    return builder.bitcast(bits, ir.FloatType())
 
 
-@intrinsic
-def _convert_from_half(typingctx: Any, half: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.fpext(builder.bitcast(args[0], ir.HalfType()), ir.FloatType())
-
-    return types.float32(types.uint16), codegen
+@emits(types.float32, types.uint16)
+def _widen_half_by_instruction(builder: Any, half: Any) -> Any:
+    return builder.fpext(builder.bitcast(half, ir.HalfType()), ir.FloatType())
 
 
-@intrinsic
-def _convert_to_half(typingctx: Any, x: Any) -> Any:
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.bitcast(builder.fptrunc(args[0], ir.HalfType()), ir.IntType(16))
-
-    return types.uint16(types.float32), codegen
-
-
-@jitable
-def _widen_half_by_instruction(half: Any) -> Any:
-    return _convert_from_half(half)
+@emits(types.uint16, types.float32)
+def _convert_to_half(builder: Any, x: Any) -> Any:
+    return builder.bitcast(builder.fptrunc(x, ir.HalfType()), ir.IntType(16))
 
 
 @jitable

@@ -9,6 +9,8 @@ Importing this module loads numba, so import it inside the function that needs i
 
 from __future__ import annotations
 
+import functools
+from collections.abc import Callable
 from typing import Any
 
 import llvmlite.binding as llvm
@@ -20,7 +22,7 @@ from numba.extending import intrinsic, register_jitable
 
 __all__ = [
     "call_binary", "call_unary", "call_words", "canonical_nan", "canonical_nans",
-    "clock_gettime", "copy", "fence", "load", "load_half_pair", "mpi_start", "mpi_test",
+    "clock_gettime", "copy", "emits", "fence", "load", "load_half_pair", "mpi_start", "mpi_test",
     "multiply_add", "on_stack", "pause", "pointer",
     "record", "sched_yield", "store", "store_fence_full", "store_half_pair", "stream",
     "target_processor",
@@ -33,6 +35,34 @@ __all__ = [
 # faster.
 _LEAST_BY_STRINGS = 1 << 12
 _PAGE, _TOO_NEAR = 1 << 12, 32
+
+_INT, _WORD = ir.IntType(32), ir.IntType(64)
+
+
+def emits(result: Any, *arguments: Any) -> Callable[[Callable[..., Any]], Any]:
+    """Return a decorator that makes an intrinsic from a function that emits its code.
+
+    The function gets the builder and the values of the arguments. It returns the value of the
+    result, or None if the result is void.
+
+    Args:
+        result: numba type of the result.
+        arguments: numba types of the arguments.
+    """
+
+    def decorate(emit: Callable[..., Any]) -> Any:
+        # numba reads the names of the arguments from the wrapped function, without the first one.
+        @functools.wraps(emit)
+        def typed(typingctx: Any, *given: Any) -> Any:
+            def codegen(context: Any, builder: Any, signature: Any, values: Any) -> Any:
+                made = emit(builder, *values)
+                return context.get_dummy_value() if made is None else made
+
+            return result(*arguments), codegen
+
+        return intrinsic(typed)
+
+    return decorate
 
 
 def target_processor() -> tuple[str, str, str]:
@@ -48,14 +78,10 @@ def target_processor() -> tuple[str, str, str]:
     return llvm.get_process_triple(), config.CPU_NAME or llvm.get_host_cpu_name(), features
 
 
-@intrinsic
-def pointer(typingctx: Any, address: Any) -> Any:
+@emits(types.voidptr, types.int64)
+def pointer(builder: Any, address: Any) -> Any:
     """Return the pointer to an address, for `numba.carray`."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return builder.inttoptr(args[0], ir.IntType(8).as_pointer())
-
-    return types.voidptr(types.int64), codegen
+    return builder.inttoptr(address, ir.IntType(8).as_pointer())
 
 
 @register_jitable
@@ -64,52 +90,34 @@ def record(address: int, dtype: np.dtype[Any]) -> Any:
     return carray(pointer(address), 1, dtype)[0]
 
 
-@intrinsic
-def load(typingctx: Any, address: Any) -> Any:
+@emits(types.int64, types.int64)
+def load(builder: Any, address: Any) -> Any:
     """Load a word with acquire order: everything its writer stored before is visible."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # Aligned, because fields of structured dtypes are.
-        word = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        return builder.load_atomic(word, "acquire", 8)
-
-    return types.int64(types.int64), codegen
+    # Aligned, because fields of structured dtypes are.
+    word = builder.inttoptr(address, _WORD.as_pointer())
+    return builder.load_atomic(word, "acquire", 8)
 
 
-@intrinsic
-def store(typingctx: Any, address: Any, value: Any) -> Any:
+@emits(types.void, types.int64, types.int64)
+def store(builder: Any, address: Any, value: Any) -> None:
     """Store a word with release order, after everything that was stored before."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        word = builder.inttoptr(args[0], ir.IntType(64).as_pointer())
-        builder.store_atomic(args[1], word, "release", 8)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64), codegen
+    word = builder.inttoptr(address, _WORD.as_pointer())
+    builder.store_atomic(value, word, "release", 8)
 
 
-@intrinsic
-def load_half_pair(typingctx: Any, array: Any, i: Any) -> Any:
+@emits(types.uint32, types.int64, types.int64)
+def load_half_pair(builder: Any, array: Any, i: Any) -> Any:
     """Return elements 2 i and 2 i + 1 of a 16-bit array, given its address, as one uint32."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
-        # Only 2-byte alignment: arrays of 16-bit floats begin anywhere.
-        return builder.load(builder.gep(first, [args[1]]), align=2)
-
-    return types.uint32(types.int64, types.int64), codegen
+    first = builder.inttoptr(array, _INT.as_pointer())
+    # Only 2-byte alignment: arrays of 16-bit floats begin anywhere.
+    return builder.load(builder.gep(first, [i]), align=2)
 
 
-@intrinsic
-def store_half_pair(typingctx: Any, array: Any, i: Any, halves: Any) -> Any:
+@emits(types.void, types.int64, types.int64, types.uint32)
+def store_half_pair(builder: Any, array: Any, i: Any, halves: Any) -> None:
     """Store elements 2 i and 2 i + 1 from one uint32, as `load_half_pair` returns them."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        first = builder.inttoptr(args[0], ir.IntType(32).as_pointer())
-        builder.store(args[2], builder.gep(first, [args[1]]), align=2)
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.uint32), codegen
+    first = builder.inttoptr(array, _INT.as_pointer())
+    builder.store(halves, builder.gep(first, [i]), align=2)
 
 
 def _number_or_nan(builder: Any, number: Any, a: Any, b: Any) -> Any:
@@ -118,20 +126,16 @@ def _number_or_nan(builder: Any, number: Any, a: Any, b: Any) -> Any:
     return builder.select(builder.fcmp_unordered("uno", a, b), nan, number)
 
 
-@intrinsic
-def multiply_add(typingctx: Any, a: Any, b: Any, c: Any) -> Any:
+@emits(types.float32, types.float32, types.float32, types.float32)
+def multiply_add(builder: Any, a: Any, b: Any, c: Any) -> Any:
     """Return `a * b + c` for float32; one instruction if the processor has it.
 
     Whether the product is rounded depends on the processor, so it must be exact.
     """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FloatType()
-        signed = ir.FunctionType(kind, [kind] * 3)
-        fused = builder.module.declare_intrinsic("llvm.fmuladd", [kind], signed)
-        return builder.call(fused, args)
-
-    return types.float32(types.float32, types.float32, types.float32), codegen
+    kind = ir.FloatType()
+    signed = ir.FunctionType(kind, [kind] * 3)
+    fused = builder.module.declare_intrinsic("llvm.fmuladd", [kind], signed)
+    return builder.call(fused, [a, b, c])
 
 
 @intrinsic
@@ -169,38 +173,29 @@ def canonical_nans(typingctx: Any, numbers: Any) -> Any:
     return numbers(numbers), codegen
 
 
-@intrinsic
-def _copy_few(typingctx: Any, dest: Any, source: Any, nbytes: Any) -> Any:
+@emits(types.void, *[types.int64] * 3)
+def _copy_few(builder: Any, dest: Any, source: Any, nbytes: Any) -> None:
     """Copy bytes by memcpy of the C library."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        byte = ir.IntType(8).as_pointer()
-        # The intrinsic, which LLVM may inline.
-        memcpy = builder.module.declare_intrinsic("llvm.memcpy", [byte, byte, ir.IntType(64)])
-        pointers = [builder.inttoptr(arg, byte) for arg in args[:2]]
-        builder.call(memcpy, [*pointers, args[2], ir.Constant(ir.IntType(1), 0)])
-        return context.get_dummy_value()
-
-    return types.void(types.int64, types.int64, types.int64), codegen
+    byte = ir.IntType(8).as_pointer()
+    # The intrinsic, which LLVM may inline.
+    memcpy = builder.module.declare_intrinsic("llvm.memcpy", [byte, byte, _WORD])
+    pointers = [builder.inttoptr(at, byte) for at in (dest, source)]
+    builder.call(memcpy, [*pointers, nbytes, ir.Constant(ir.IntType(1), 0)])
 
 
 def _lines(is_streamed: bool) -> Any:
     """Return a function that copies 64 bytes to an address that is a multiple of 64."""
 
-    @intrinsic
-    def line(typingctx: Any, dest: Any, source: Any) -> Any:
-        def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-            # 64 bytes: one AVX-512 store, or several narrower ones.
-            vector = ir.VectorType(ir.IntType(64), 8)
-            pointers = [builder.inttoptr(arg, vector.as_pointer()) for arg in args]
-            # The destination is aligned, as streaming stores require; the source may not be.
-            stored = builder.store(builder.load(pointers[1], align=1), pointers[0], align=64)
-            if is_streamed:
-                mark = builder.module.add_metadata([ir.Constant(ir.IntType(32), 1)])
-                stored.set_metadata("nontemporal", mark)
-            return context.get_dummy_value()
-
-        return types.void(types.int64, types.int64), codegen
+    @emits(types.void, types.int64, types.int64)
+    def line(builder: Any, dest: Any, source: Any) -> None:
+        # 64 bytes: one AVX-512 store, or several narrower ones.
+        vector = ir.VectorType(_WORD, 8)
+        pointers = [builder.inttoptr(at, vector.as_pointer()) for at in (dest, source)]
+        # The destination is aligned, as streaming stores require; the source may not be.
+        stored = builder.store(builder.load(pointers[1], align=1), pointers[0], align=64)
+        if is_streamed:
+            mark = builder.module.add_metadata([ir.Constant(_INT, 1)])
+            stored.set_metadata("nontemporal", mark)
 
     return line
 
@@ -246,46 +241,30 @@ def _x86(builder: Any, name: str) -> bool:
     return True
 
 
-@intrinsic
-def fence(typingctx: Any) -> Any:
+@emits(types.void)
+def fence(builder: Any) -> None:
     """Order streaming stores before later stores (x86-64; ARM64 needs no instruction)."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # Other stores of x86-64 are ordered without a fence.
-        _x86(builder, "sse.sfence")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    # Other stores of x86-64 are ordered without a fence.
+    _x86(builder, "sse.sfence")
 
 
-@intrinsic
-def store_fence_full(typingctx: Any) -> Any:
+@emits(types.void)
+def store_fence_full(builder: Any) -> None:
     """Wait until all earlier stores have reached the caches, before any later access begins.
 
     On x86-64 this is `mfence`. The locked instruction that compilers use as a fence lets the lines
     of later stores be fetched meanwhile.
     """
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        if not _x86(builder, "sse2.mfence"):
-            builder.fence("seq_cst")
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    if not _x86(builder, "sse2.mfence"):
+        builder.fence("seq_cst")
 
 
-@intrinsic
-def call_unary(typingctx: Any, function: Any, dest: Any, source: Any, n: Any, size: Any) -> Any:
+@emits(types.void, *[types.int64] * 5)
+def call_unary(builder: Any, function: Any, dest: Any, source: Any, n: Any, size: Any) -> None:
     """Call a loop `f(dest, source, n, size)` by its address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # The signature of all loops, known to caller and callee.
-        word = ir.IntType(64)
-        kind = ir.FunctionType(ir.VoidType(), [word] * 4)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    # The signature of all loops, known to caller and callee.
+    kind = ir.FunctionType(ir.VoidType(), [_WORD] * 4)
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [dest, source, n, size])
 
 
 def on_stack(kind: Any, count: int) -> Any:
@@ -300,39 +279,29 @@ def on_stack(kind: Any, count: int) -> Any:
         def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
             element = context.get_value_type(kind)
             # Allocated once per call, also in a loop.
-            return cgutils.alloca_once(builder, element, size=ir.Constant(ir.IntType(64), count))
+            return cgutils.alloca_once(builder, element, size=ir.Constant(_WORD, count))
 
         return types.CPointer(kind)(), codegen
 
     return memory
 
 
-@intrinsic
-def call_binary(typingctx: Any, function: Any, dest: Any, a: Any, b: Any, n: Any) -> Any:
+@emits(types.void, *[types.int64] * 5)
+def call_binary(builder: Any, function: Any, dest: Any, a: Any, b: Any, n: Any) -> None:
     """Call a loop `f(dest, a, b, n)` by its address."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.VoidType(), [ir.IntType(64)] * 4)
-        builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-        return context.get_dummy_value()
-
-    return types.void(*[types.int64] * 5), codegen
+    kind = ir.FunctionType(ir.VoidType(), [_WORD] * 4)
+    builder.call(builder.inttoptr(function, kind.as_pointer()), [dest, a, b, n])
 
 
-@intrinsic
-def call_words(typingctx: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
+@emits(types.int64, *[types.int64] * 5)
+def call_words(builder: Any, function: Any, a: Any, b: Any, c: Any, d: Any) -> Any:
     """Call a C function of up to four words or ints by its address; return the resulting word."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kind = ir.FunctionType(ir.IntType(64), [ir.IntType(64)] * 4)
-        return builder.call(builder.inttoptr(args[0], kind.as_pointer()), args[1:])
-
-    return types.int64(*[types.int64] * 5), codegen
+    kind = ir.FunctionType(_WORD, [_WORD] * 4)
+    return builder.call(builder.inttoptr(function, kind.as_pointer()), [a, b, c, d])
 
 
 # MPI's functions take counts, ranks and tags as int, and return an error as int. A handle is an int
 # or a pointer. Registers pass both the same way; an int uses the lower half.
-_INT, _WORD = ir.IntType(32), ir.IntType(64)
 
 
 def _mpi(builder: Any, function: Any, kinds: Any, args: Any) -> Any:
@@ -348,43 +317,30 @@ def _mpi(builder: Any, function: Any, kinds: Any, args: Any) -> Any:
     return builder.sext(error, _WORD)
 
 
-@intrinsic
+@emits(types.int64, *[types.int64] * 8)
 def mpi_start(
-    typingctx: Any, function: Any, memory: Any, nbytes: Any, byte: Any, peer: Any, tag: Any,
+    builder: Any, function: Any, memory: Any, nbytes: Any, byte: Any, peer: Any, tag: Any,
     comm: Any, request: Any,
 ) -> Any:  # fmt: skip
     """Call `MPI_Isend` or `MPI_Irecv` with these arguments; return MPI's error code."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        kinds = [_WORD, _INT, _WORD, _INT, _INT, _WORD, _WORD]
-        return _mpi(builder, args[0], kinds, args[1:])
-
-    return types.int64(*[types.int64] * 8), codegen
+    kinds = [_WORD, _INT, _WORD, _INT, _INT, _WORD, _WORD]
+    return _mpi(builder, function, kinds, [memory, nbytes, byte, peer, tag, comm, request])
 
 
-@intrinsic
-def mpi_test(typingctx: Any, function: Any, request: Any, flag: Any, status: Any) -> Any:
+@emits(types.int64, *[types.int64] * 4)
+def mpi_test(builder: Any, function: Any, request: Any, flag: Any, status: Any) -> Any:
     """Call `MPI_Test` with three addresses; return MPI's error code."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        return _mpi(builder, args[0], [_WORD] * 3, args[1:])
-
-    return types.int64(*[types.int64] * 4), codegen
+    return _mpi(builder, function, [_WORD] * 3, [request, flag, status])
 
 
-@intrinsic
-def pause(typingctx: Any) -> Any:
+@emits(types.void)
+def pause(builder: Any) -> None:
     """Hint to the processor that this is a spin loop, so that it yields resources."""
-
-    def codegen(context: Any, builder: Any, signature: Any, args: Any) -> Any:
-        # The hint 1 is YIELD.
-        if not _x86(builder, "sse2.pause") and builder.module.triple.startswith("aarch64"):
-            kind = ir.FunctionType(ir.VoidType(), [ir.IntType(32)])
-            hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
-            builder.call(hint, [ir.Constant(ir.IntType(32), 1)])
-        return context.get_dummy_value()
-
-    return types.void(), codegen
+    # The hint 1 is YIELD.
+    if not _x86(builder, "sse2.pause") and builder.module.triple.startswith("aarch64"):
+        kind = ir.FunctionType(ir.VoidType(), [_INT])
+        hint = cgutils.get_or_insert_function(builder.module, kind, "llvm.aarch64.hint")
+        builder.call(hint, [ir.Constant(_INT, 1)])
 
 
 # From the C library, which every Python process has loaded. `sched_yield` yields the core.

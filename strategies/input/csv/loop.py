@@ -133,7 +133,7 @@ def _records(
                 good = True
             kind = kinds[field] if field < fields else SKIP
             # `more`: with selected columns, further fields are allowed.
-            good = good and (more or field < fields)
+            good = good and (more != 0 or field < fields)
             part = _WHOLE
             fresh = True
             digits = 0
