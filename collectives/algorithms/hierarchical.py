@@ -305,7 +305,8 @@ def _bounds(levels: Levels, buffer: Array) -> list[int]:
 class _SubsetTransport(Transport):
     """Some ranks of a transport, renumbered, over the messages of the whole transport.
 
-    Two ranks share a node or a rail, never both, so their messages keep their order.
+    Two ranks share a node or a rail, never both, so their messages keep their order. The creator
+    owns the whole transport.
     """
 
     def __init__(self, whole: Transport, ranks: Sequence[int]) -> None:
@@ -343,9 +344,3 @@ class _SubsetTransport(Transport):
 
     def wait(self, messages: Sequence[PendingMessage], deadline: Deadline) -> None:
         self._whole.wait(messages, deadline)
-
-    def split(self, color: int | None, key: int) -> Transport | None:
-        raise NotImplementedError("the members of a level are not split further")
-
-    def close(self) -> None:
-        """Release nothing: the creator owns the whole transport."""

@@ -8,6 +8,7 @@ have contents. A buffer without contents has a length, and takes no memory.
 from __future__ import annotations
 
 import contextlib
+import functools
 from collections.abc import Callable
 from typing import Any
 
@@ -81,22 +82,11 @@ class _Processor:
     def empty(self, count: int, dtype: np.dtype[Any]) -> Any:
         return np.empty(count, dtype) if self._payload else _Length(count, dtype.itemsize)
 
-    def add(self, one: Any, other: Any, *, out: Any) -> None:
-        self._combine(np.add, one, other, out)
+    def __getattr__(self, name: str) -> Callable[..., None]:
+        """Return a function that combines two arrays: `add`, `minimum` and so on, as NumPy's."""
+        return functools.partial(self._combine, getattr(np, name))
 
-    def minimum(self, one: Any, other: Any, *, out: Any) -> None:
-        self._combine(np.minimum, one, other, out)
-
-    def maximum(self, one: Any, other: Any, *, out: Any) -> None:
-        self._combine(np.maximum, one, other, out)
-
-    def multiply(self, one: Any, other: Any, *, out: Any) -> None:
-        self._combine(np.multiply, one, other, out)
-
-    def true_divide(self, one: Any, other: Any, *, out: Any) -> None:
-        self._combine(np.true_divide, one, other, out)
-
-    def _combine(self, function: Callable[..., Any], one: Any, other: Any, out: Any) -> None:
+    def _combine(self, function: Callable[..., Any], one: Any, other: Any, *, out: Any) -> None:
         # The bytes of the result: `gamma` is per combined byte.
         nbytes = out.nbytes
         if self._payload:

@@ -45,12 +45,6 @@ class _NullTransport(Transport):
     def check_peers(self, operation: str, peers: Sequence[int] = ()) -> None:
         pass
 
-    def split(self, color: int | None, key: int) -> Transport | None:
-        raise NotImplementedError("split: a null transport has no other ranks")
-
-    def close(self) -> None:
-        pass
-
 
 def seconds(algorithm: str, layout: RankLayout, leaders: Sequence[int]) -> list[float]:
     """Return the processor seconds of an all-reduce algorithm on each rank.

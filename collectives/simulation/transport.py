@@ -267,10 +267,3 @@ class SimulatedTransport(Transport):
         """Raise if a rank is known to be dead."""
         if self._network.clock.dead:
             raise self.simulated.from_failed(operation)
-
-    def split(self, color: int | None, key: int) -> Transport | None:
-        """Raise, because simulated ranks have no communicators."""
-        raise NotImplementedError("split: simulated ranks have one group")
-
-    def close(self) -> None:
-        """Release nothing."""

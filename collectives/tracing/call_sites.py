@@ -12,7 +12,6 @@ import sys
 import threading
 from _thread import get_ident
 from collections.abc import Callable
-from contextlib import AbstractContextManager
 from types import CodeType, FrameType
 from typing import Any, NamedTuple, TypeVar
 
@@ -93,8 +92,12 @@ def current_origin() -> CallOrigin:
     return CallOrigin(Site(frame.f_code, frame.f_lasti), _entry(inner))
 
 
-class _CallsFrom:
-    """Context manager that attributes the calls of a thread to another origin."""
+class calls_from:
+    """Context manager that attributes the calls of a thread to another call site.
+
+    A thread that executes requests of other threads uses it, so that errors and flight records name
+    the line that made the request. It can be entered repeatedly, by one thread at a time.
+    """
 
     __slots__ = ("_before", "_origin")
 
@@ -112,15 +115,6 @@ class _CallsFrom:
             del attributed[get_ident()]
         else:
             attributed[get_ident()] = self._before
-
-
-def calls_from(origin: CallOrigin) -> AbstractContextManager[None]:
-    """Return a context manager that attributes the calls of a thread to another call site.
-
-    A thread that executes requests of other threads uses it, so that errors and flight records name
-    the line that made the request. It can be entered repeatedly, by one thread at a time.
-    """
-    return _CallsFrom(origin)
 
 
 def _module(frame: FrameType) -> str:

@@ -61,8 +61,7 @@ _MOST_BYTES, _MANY_BYTES = 8 << 20, 1 << 18
 _LONG = 250_000_000
 
 
-# The same few names repeat.
-# JSON strings of names, cached because formatting is the cost of a timeline.
+# JSON strings of names, which repeat; cached because formatting is the cost of a timeline.
 _quoted = functools.lru_cache(1024)(json.dumps)
 
 
@@ -119,8 +118,7 @@ class Track:
         self._timeline = timeline
         self.open: list[Span] = []
         self._ended: list[Span] = []
-        ids = f'"pid":{timeline.rank},"tid":{number}'
-        self._ids = ids
+        self._ids = f'"pid":{timeline.rank},"tid":{number}'
 
     def begin(
         self, subject: object, kind: str, name: str, began: int, describe: Describe = _say_nothing
@@ -198,6 +196,7 @@ class Timeline:
 
     Attributes:
         lock: guards open spans and buffered text.
+        is_closed: whether nothing more is written.
 
     Raises:
         OSError: the file cannot be written.
@@ -213,7 +212,7 @@ class Timeline:
         self._text = [FIRST_LINE]
         self._nbytes = 0
         self._left_out = 0
-        self._is_closed = False
+        self.is_closed = False
         self._tracks: list[Track] = []
         # Each thread finds its track without a lock.
         self._own = threading.local()
@@ -248,7 +247,7 @@ class Timeline:
 
     def add(self, text: str) -> None:
         """Buffer lines for the next write; requires the lock."""
-        if self._is_closed:
+        if self.is_closed:
             return
         # Counted instead of kept, because memory must stay bounded with a slow disk.
         if self._nbytes > _MOST_BYTES:
@@ -268,7 +267,7 @@ class Timeline:
         # One flush at a time, because lines keep their order in the file.
         with self._writing:
             with self.lock:
-                if self._is_closed:
+                if self.is_closed:
                     return
                 now = time.monotonic_ns()
                 for track in self._tracks:
@@ -293,11 +292,7 @@ class Timeline:
         except OSError as error:
             # A full disk must not end the training.
             log.warning("[rank %d] the timeline ends here: %s: %s", self.rank, self.path, error)
-            self.abandon()
-
-    def abandon(self) -> None:
-        """Stop writing, and drop buffered lines."""
-        self._is_closed = True
+            self.is_closed = True
 
     def close(self) -> None:
         """Write the rest and end the file; closing twice is harmless."""
@@ -305,17 +300,12 @@ class Timeline:
         self.flush()
         with self._writing:
             # The last line closes the list of events.
-            if not self._is_closed:
+            if not self.is_closed:
                 self._write(LAST_LINE)
-            self._is_closed = True
+            self.is_closed = True
         # Without waiting: the thread ends at its next turn, and finds the file closed.
         self._thread.stop(0)
         self._file.close()
-
-    @property
-    def is_closed(self) -> bool:
-        """Whether nothing more is written."""
-        return self._is_closed
 
 
 class _FlushThread(BackgroundThread):
@@ -403,7 +393,7 @@ def _leave_to_parent() -> None:
     global running
     if running is not None:
         # The file descriptor is shared with the parent, so the child must not write.
-        running.abandon()
+        running.is_closed = True
         running.lock = threading.Lock()  # another thread may have held it
         running = None
 
