@@ -162,7 +162,8 @@ def _mean_of_two(dtype: np.dtype[Any]) -> Callable[..., Any]:
 def _both_halves(name: str, function: str) -> Loop:
     """Return `_binary` for 16-bit floats, each result rounded once."""
     widen, narrow = float16.CONVERSIONS[name]
-    combined = _combined_as_float32(function)
+    # MEAN of two ranks adds halves, because a sum of two bfloat16 may overflow; rounded once.
+    combined = _sum_of_scaled(0.5) if function == "mean" else _wide(function)
 
     def by_ones(dest: int, first: int, second: int, n: int) -> None:
         y = carray(pointer(dest), n, np.uint16)
@@ -189,11 +190,6 @@ def _both_halves(name: str, function: str) -> Loop:
     return _inline(by_pairs)
 
 
-def _combined_as_float32(function: str) -> Callable[..., Any]:
-    # MEAN of two ranks adds halves, because a sum of two bfloat16 may overflow; rounded once.
-    return _sum_of_scaled(0.5) if function == "mean" else _wide(function)
-
-
 def _sum_of_scaled(factor: float) -> Callable[..., Any]:
     """Return a function that adds two float32 times a power of two, which is exact."""
     scale = np.float32(factor)
@@ -202,11 +198,6 @@ def _sum_of_scaled(factor: float) -> Callable[..., Any]:
         return multiply_add(a, scale, np.float32(b * scale))
 
     return float16.jitable(add)
-
-
-def _combine_into(name: str, function: str) -> Loop:
-    """Return a loop that combines two arrays into a third."""
-    return _binary(name, function)
 
 
 def _accumulate(name: str, function: str) -> Loop:
@@ -296,7 +287,7 @@ def _mean(half: str) -> Loop:
 
 _KINDS: dict[str, Callable[..., Loop]] = {
     "divide": _divide,
-    "start": _combine_into,
+    "start": _binary,
     "add": _accumulate,
     "behind": _accumulate_reversed,
     "start_half": _start_half,

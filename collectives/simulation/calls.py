@@ -132,14 +132,13 @@ def _algorithm(
 ) -> Callable[[RankContext], None]:
     """Return a function that runs one call of an algorithm on a rank."""
     run = selection.ALGORITHMS[operation][algorithm].run
-    arguments = _ARGUMENTS[operation]
-    count = nbytes // _DTYPE.itemsize
-    bounds = topology.chunk_bounds(count, cluster.size)
+    # Shared by all ranks, because thousands of lists would fill the memory.
+    bounds = topology.chunk_bounds(nbytes // _DTYPE.itemsize, cluster.size)
     lengths = np.diff(bounds).tolist()
 
     def call(access: RankContext) -> None:
         over = access.levels if algorithm == "hierarchical" else access.transport
-        run(over, *arguments(access, count, bounds, lengths), Deadline(operation, NEVER))
+        run(over, *_arguments(operation, access, bounds, lengths), Deadline(operation, NEVER))
 
     return call
 
@@ -196,40 +195,25 @@ def _check_ended(
     return ended
 
 
-def _buffer(access: RankContext, count: int, bounds: list[int], lengths: list[int]) -> Any:
-    return access.memory.empty(count, _DTYPE)
-
-
-def _gather(
-    access: RankContext, count: int, bounds: list[int], lengths: list[int]
+def _arguments(
+    operation: str, access: RankContext, bounds: list[int], lengths: list[int]
 ) -> tuple[Any, ...]:
-    return np.empty(lengths[access.transport.rank], _DTYPE), lengths, 0
-
-
-def _scatter(
-    access: RankContext, count: int, bounds: list[int], lengths: list[int]
-) -> tuple[Any, ...]:
-    whole = np.empty(count, _DTYPE) if access.transport.rank == 0 else None
-    return whole, lengths, 0, _DTYPE
-
-
-def _alltoall(
-    access: RankContext, count: int, bounds: list[int], lengths: list[int]
-) -> tuple[Any, ...]:
-    own = lengths[access.transport.rank]
-    return np.empty(count, _DTYPE), lengths, [own] * len(lengths)
-
-
-# Arguments between the ranks and the deadline. NumPy arrays are not touched here, so that they take
-# no memory.
-_ARGUMENTS: dict[str, Callable[[RankContext, int, list[int], list[int]], tuple[Any, ...]]] = {
-    "allreduce": lambda *own: (_buffer(*own), SUM),
-    "reduce": lambda *own: (_buffer(*own), SUM, 0),
-    "reduce_scatter": lambda *own: (_buffer(*own), own[2], SUM),
-    "broadcast": lambda *own: (_buffer(*own), 0),
-    "gather": _gather,
-    "allgather": lambda *own: (_buffer(*own), own[2]),
-    "scatter": _scatter,
-    "alltoall": _alltoall,
-    "barrier": lambda *own: (),
-}
+    """Return an algorithm's arguments between the ranks and the deadline."""
+    rank, count = access.transport.rank, bounds[-1]
+    # NumPy arrays are not touched here, so that they take no memory.
+    if operation == "gather":
+        return np.empty(lengths[rank], _DTYPE), lengths, 0
+    if operation == "scatter":
+        return np.empty(count, _DTYPE) if rank == 0 else None, lengths, 0, _DTYPE
+    if operation == "alltoall":
+        return np.empty(count, _DTYPE), lengths, [lengths[rank]] * len(lengths)
+    buffer = access.memory.empty(count, _DTYPE)
+    arguments: dict[str, tuple[Any, ...]] = {
+        "allreduce": (buffer, SUM),
+        "reduce": (buffer, SUM, 0),
+        "reduce_scatter": (buffer, bounds, SUM),
+        "broadcast": (buffer, 0),
+        "allgather": (buffer, bounds),
+        "barrier": (),
+    }
+    return arguments[operation]

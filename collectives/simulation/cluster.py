@@ -98,16 +98,13 @@ class SimulatedCluster:
 
     def __post_init__(self) -> None:
         RankLayout(self.size, self.num_nodes)  # checks ranks and nodes
-        if self.nodes_per_switch is not None and self.nodes_per_switch < 1:
-            raise ValueError(
-                f"cluster: expected one or more nodes below a switch, got {self.nodes_per_switch}"
-            )
-        if self.cores is not None and self.cores < 1:
-            raise ValueError(f"cluster: expected one or more cores, got {self.cores}")
-        if self.nodes_per_host < 1:
-            raise ValueError(
-                f"cluster: expected one or more nodes on a host, got {self.nodes_per_host}"
-            )
+        for what, number in (
+            ("nodes below a switch", self.nodes_per_switch),
+            ("cores", self.cores),
+            ("nodes on a host", self.nodes_per_host),
+        ):
+            if number is not None and number < 1:
+                raise ValueError(f"cluster: expected one or more {what}, got {number}")
         if self.burst < 0:
             raise ValueError(f"cluster: expected a burst of 0 or more bytes, got {self.burst}")
         for name, value in (

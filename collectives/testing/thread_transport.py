@@ -147,18 +147,6 @@ class _Receive:
         return f"{self.peer} to send {self.into.size} bytes"
 
 
-def _poll_heads(group: ThreadGroup, rank: int) -> tuple[int, Array] | None:
-    """Return the next head for a rank, as (source, bytes); None if there is none."""
-    with group.lock:
-        for source in range(group.size):
-            if box := group.boxes[("head", source, rank)]:
-                send = box.popleft()
-                send.taken = True
-                group.event(source)
-                return source, send.data.copy()
-    return None
-
-
 class ThreadTransport(Transport):
     """Messages of one rank of a group of threads."""
 
@@ -168,7 +156,8 @@ class ThreadTransport(Transport):
         self.size = group.size
         self.number_of_splits = 0
 
-    def _send(self, kind: str, data: Array, dest: int) -> PendingMessage:
+    def send_as(self, kind: str, data: Array, dest: int) -> PendingMessage:
+        """Start sending a message that matches receives of its kind."""
         send = _Send(self.group, data, self.name([dest]), dest)
         with self.group.lock:
             self.group.boxes[(kind, self.rank, dest)].append(send)
@@ -176,7 +165,7 @@ class ThreadTransport(Transport):
         return send
 
     def _start_send(self, data: Array, dest: int) -> PendingMessage:
-        return self._send("data", data, dest)
+        return self.send_as("data", data, dest)
 
     def _start_receive(self, into: Array, source: int) -> PendingMessage:
         with self.group.lock:
@@ -255,11 +244,18 @@ class ThreadTransport(Transport):
 
     def send_nowait(self, head: Array, dest: int) -> PendingMessage:
         """Start sending an unsolicited message."""
-        return self._send("head", head, dest)
+        return self.send_as("head", head, dest)
 
     def poll_mailbox(self) -> tuple[int, Array] | None:
         """Return the next unsolicited message, as (source, bytes)."""
-        return _poll_heads(self.group, self.rank)
+        with self.group.lock:
+            for source in range(self.size):
+                if box := self.group.boxes[("head", source, self.rank)]:
+                    send = box.popleft()
+                    send.taken = True
+                    self.group.event(source)
+                    return source, send.data.copy()
+        return None
 
     def open_mailbox(self) -> ThreadMailbox:
         """Open a mailbox for the same ranks; *collective*."""
@@ -267,39 +263,31 @@ class ThreadTransport(Transport):
         assert transport is not None
         return ThreadMailbox(transport)
 
-    def close(self) -> None:
-        """Release nothing: the memory is Python's."""
-
 
 class ThreadMailbox(Mailbox):
     """Heads and long frames between ranks that are threads."""
 
     def __init__(self, transport: ThreadTransport) -> None:
-        self.group = transport.group
+        self.transport = transport
         self.rank = transport.rank
         self.size = transport.size
 
     def send_nowait(self, head: Array, dest: int) -> PendingMessage:
         """Start sending a head."""
-        return self._start(head, "head", dest)
+        return self.transport.send_as("head", head, dest)
 
     def send(self, frame: Array, dest: int) -> PendingMessage:
         """Start sending a frame."""
-        return self._start(frame, "frame", dest)
-
-    def _start(self, data: Array, kind: str, dest: int) -> PendingMessage:
-        send = _Send(self.group, data, f"rank {dest}", dest)
-        with self.group.lock:
-            self.group.boxes[(kind, self.rank, dest)].append(send)
-        return send
+        return self.transport.send_as("frame", frame, dest)
 
     def poll(self) -> tuple[int, Array] | None:
         """Return the next head, or None."""
-        return _poll_heads(self.group, self.rank)
+        return self.transport.poll_mailbox()
 
     def receive(self, into: Array, source: int) -> PendingMessage:
         """Start receiving a frame of exactly this length."""
-        return _Receive(self.group, ("frame", source, self.rank), into, f"rank {source}")
+        box = "frame", source, self.rank
+        return _Receive(self.transport.group, box, into, f"rank {source}")
 
     def dead(self) -> frozenset[int]:
         """Return no rank: threads do not die alone."""
