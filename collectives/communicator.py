@@ -33,6 +33,8 @@ from collectives.transport.mpi import MpiTransport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+else:
+    from collectives.core import mpi as MPI
 
 __all__ = ["Communicator", "from_mpi", "group_of", "open_communicators", "this_thread"]
 
@@ -66,8 +68,6 @@ def from_mpi(comm: MPI.Comm, configuration: settings.Settings | None = None) -> 
         >>> with cc.from_mpi(MPI.COMM_WORLD.Split(MPI.COMM_WORLD.Get_rank() % 2)) as half:
         ...     mean = half.allreduce(1.0)
     """
-    from mpi4py import MPI
-
     # Before any message, so that a mistake does not hang the other ranks.
     if not isinstance(comm, MPI.Comm):
         raise TypeError(f"from_mpi: expected a communicator of mpi4py, got {comm!r}")
@@ -408,8 +408,6 @@ class _OfMpi:
 
     def close(self) -> None:
         """Free it, unless the caller has freed it or MPI has finalized; *collective*."""
-        from mpi4py import MPI
-
         if self.comm and not MPI.Is_finalized():  # a freed communicator is false
             self.comm.Free()
         self.comm = None

@@ -66,6 +66,7 @@ MAY_IMPORT = {
         "strategies.cluster.gpus",  # bounds its pool
     },
     "mpi4py": {
+        "collectives.core.mpi",
         "collectives.transport.mpi",
         "collectives.algorithms.mpi_native",
         "collectives.calls.shared_settings",  # asks the library whether it takes device memory

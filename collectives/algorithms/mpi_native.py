@@ -11,7 +11,7 @@ Source: MPI 3.1 standard, chapter 5.
 from __future__ import annotations
 
 from collections.abc import Sequence
-from typing import Any
+from typing import TYPE_CHECKING, Any
 
 import numpy as np
 
@@ -19,6 +19,11 @@ from collectives.arrays import reduction
 from collectives.arrays.host_arrays import Array, raw_bytes
 from collectives.transport.mpi import MpiTransport
 from collectives.transport.transport import Deadline, Transport
+
+if TYPE_CHECKING:
+    from mpi4py import MPI
+else:
+    from collectives.core import mpi as MPI
 
 __all__ = [
     "allgather",
@@ -39,8 +44,6 @@ _LARGEST_COUNT = 2**31 - 1
 
 def allreduce(transport: Transport, buffer: Array, op: reduction.Op, deadline: Deadline) -> None:
     """Replace `buffer`, shape (n,), by the reduction over all ranks, in place."""
-    from mpi4py import MPI
-
     # Before the copy, so that a call that is too long raises on all ranks alike.
     t = _of_mpi(transport, "allreduce", buffer.size, "elements")
     work = _reducible(buffer)
@@ -53,8 +56,6 @@ def reduce(
     transport: Transport, buffer: Array, op: reduction.Op, root: int, deadline: Deadline
 ) -> None:
     """Replace `buffer`, shape (n,), by the reduction over all ranks on the root, in place."""
-    from mpi4py import MPI
-
     t = _of_mpi(transport, "reduce", buffer.size, "elements")
     work = _reducible(buffer)
     # In place on the root only, as MPI_Reduce requires.
@@ -106,8 +107,6 @@ def allgather(
     transport: Transport, buffer: Array, bounds: Sequence[int], deadline: Deadline
 ) -> None:
     """Fill `buffer` with every rank's `buffer[bounds[rank]:bounds[rank + 1]]`, in place."""
-    from mpi4py import MPI
-
     t = _of_mpi(transport, "allgather", buffer.nbytes, "bytes")
     # Each rank's own part is in its place already.
     parts = _parts(buffer, np.diff(bounds).tolist())
@@ -153,8 +152,6 @@ def alltoall(
     Each rank knows only its own bytes, so the ranks first exchange the largest sum: all reject what
     is too long for one.
     """
-    from mpi4py import MPI
-
     t = _of_mpi(transport)
     longest = np.array([max(sum(send_counts), sum(receive_counts)) * send.itemsize])
     # Libraries of MPI 4 take large counts, and need no agreement.
@@ -178,8 +175,6 @@ def _of_mpi(
     transport: Transport, operation: str = "native", count: int = 0, unit: str = ""
 ) -> MpiTransport:
     """Return the MPI transport; raise if MPI's operations cannot handle this count."""
-    from mpi4py import MPI
-
     if not isinstance(transport, MpiTransport):
         raise TypeError(f"native: expected a transport over MPI, got {type(transport).__name__}")
     if count > _LARGEST_COUNT and MPI.Get_version() < (4, 0):
@@ -217,6 +212,4 @@ def _give_back(work: Array, buffer: Array) -> None:
 
 
 def _op(op: reduction.Op) -> object:
-    from mpi4py import MPI
-
     return getattr(MPI, reduction.RULES[op].mpi)

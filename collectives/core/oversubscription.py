@@ -16,6 +16,8 @@ import numpy as np
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+else:
+    from collectives.core import mpi as MPI
 
 __all__ = ["warning_for", "thread_count"]
 
@@ -35,8 +37,6 @@ def warning_for(world: MPI.Comm, environ: Mapping[str, str]) -> str | None:
 
     Cost: two reductions of at most 1 KiB inside each node.
     """
-    from mpi4py import MPI
-
     # The ranks of one node, which share its cores.
     node = world.Split_type(MPI.COMM_TYPE_SHARED, world.Get_rank())
     try:

@@ -27,6 +27,8 @@ from collectives.transport import failure_detector, liveness
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+else:
+    from collectives.core import mpi as MPI
 
 __all__ = ["abort_on_exception", "exit_all"]
 
@@ -58,8 +60,6 @@ def abort_on_exception(world: MPI.Intracomm, mode: Traceback = "short") -> None:
     if world.Get_size() == 1:
         _show_what_to_do(mode)
         return
-    from mpi4py import MPI
-
     rank, size = world.Get_rank(), world.Get_size()
     # The hook also runs in forked children, which must not abort the parent's job.
     process = os.getpid()
@@ -174,8 +174,6 @@ def _is_last(world: MPI.Intracomm, others_follow: float) -> bool:
     If other ranks also fail, the lowest one waits for them, `others_follow` seconds longer if all
     have the same error.
     """
-    from mpi4py import MPI
-
     give_up = time.monotonic() + _LEAST_WAIT + others_follow
     before: set[int] = set()
     # Until it is clear whether another rank survives: then that one exits with the status.

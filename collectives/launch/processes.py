@@ -19,6 +19,8 @@ from collectives.transport import liveness
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+else:
+    from collectives.core import mpi as MPI
 
 __all__ = [
     "checked_ranks",
@@ -113,8 +115,6 @@ def _loaded_libraries() -> list[str]:
 
 
 def _finalize() -> None:
-    from mpi4py import MPI
-
     # Some libraries report dead ranks here, when no rank can react any more.
     with contextlib.suppress(MPI.Exception):
         if not MPI.Is_finalized():
@@ -123,15 +123,11 @@ def _finalize() -> None:
 
 def mark_children() -> None:
     """Mark the environment that children of this process inherit."""
-    from mpi4py import MPI
-
     launcher.mark_children(MPI.COMM_WORLD.Get_rank(), MPI.COMM_WORLD.Get_size())
 
 
 def number_of_processes() -> int:
     """Return the number of processes in MPI's world; MPI has started."""
-    from mpi4py import MPI
-
     return MPI.COMM_WORLD.Get_size()
 
 
@@ -147,8 +143,6 @@ def checked_ranks(comm: MPI.Comm | Sequence[int], operation: str = "init") -> li
         ValueError: an inter-communicator or null communicator; or numbers that do not exist, or
             occur twice.
     """
-    from mpi4py import MPI
-
     if not isinstance(comm, MPI.Comm):
         size = MPI.COMM_WORLD.Get_size()
         # Integers of any kind; text or floats are a TypeError.
@@ -181,8 +175,6 @@ def sub_communicator(comm: MPI.Comm | Sequence[int]) -> MPI.Intracomm:
 
     Args and errors as `checked_ranks`, and ValueError if this process is not among them.
     """
-    from mpi4py import MPI
-
     numbers = checked_ranks(comm)
     # No new communicator, because `MpiTransport` duplicates the caller's.
     if isinstance(comm, MPI.Intracomm):
@@ -204,7 +196,5 @@ def sub_communicator(comm: MPI.Comm | Sequence[int]) -> MPI.Intracomm:
 
 def library() -> str:
     """Return name and version of the MPI library, in one line."""
-    from mpi4py import MPI
-
     # The text of some libraries has many spaces, or ends with a zero byte or a comma.
     return " ".join(MPI.Get_library_version().splitlines()[0].strip("\0 ,").split())

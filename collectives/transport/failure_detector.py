@@ -48,6 +48,8 @@ from collectives.transport.mpi_messages import MpiEndpoint, MpiRequest
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+else:
+    from collectives.core import mpi as MPI
 
 __all__ = ["MeetingState", "Departure", "FailureDetector", "current", "install", "next_key"]
 
@@ -137,8 +139,6 @@ class FailureDetector(RankSet):
     """
 
     def __init__(self, world: MPI.Comm, last_call: Callable[[], str]) -> None:
-        from mpi4py import MPI
-
         self.endpoint = MpiEndpoint(world)
         self.status: MPI.Status | None = None  # None: a probe gives lengths, so no check
         self._mpi = self._last = self.endpoint.mpi
@@ -242,8 +242,6 @@ class FailureDetector(RankSet):
 
     def answer_while_compiling(self) -> None:
         """Enable answers from another thread while this process compiles, if MPI allows it."""
-        from mpi4py import MPI
-
         if MPI.Query_thread() == MPI.THREAD_MULTIPLE:
             compile_time.keep_noted(self)
 
@@ -295,8 +293,6 @@ class FailureDetector(RankSet):
 
         Call it at the end of the program, before MPI is finalized.
         """
-        from mpi4py import MPI
-
         if self._end is not None or not self.is_mine or MPI.Is_finalized():
             return
         with self._lock:
@@ -454,8 +450,6 @@ def install(world: MPI.Comm, last_call: Callable[[], str], outlives_ranks: bool 
     """
     global current, _outlives_ranks, _attribute
     if current is None and world.Get_size() > 1:
-        from mpi4py import MPI
-
         current, _outlives_ranks = FailureDetector(world, last_call), outlives_ranks
         # MPI_Finalize first deletes the attributes of this communicator.
         _attribute = MPI.Comm.Create_keyval(delete_fn=_serve_until_exit)
@@ -482,8 +476,6 @@ def _serve_until_exit(*_: Any) -> None:
 def _at_exit() -> None:
     if current is None or not current.is_mine:
         return
-    from mpi4py import MPI
-
     if not MPI.Is_finalized():
         liveness.prepare_exit()
         MPI.COMM_SELF.Delete_attr(_attribute)  # stays here; Python code cannot run later

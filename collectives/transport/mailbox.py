@@ -18,6 +18,8 @@ from collectives.transport.mpi_messages import MpiEndpoint, MpiRequest, is_death
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+else:
+    from collectives.core import mpi as MPI
 
 __all__ = ["Mailbox", "MpiMailbox"]
 
@@ -117,8 +119,6 @@ class MpiMailbox(Mailbox):
 
     def _learn(self, error: RuntimeError) -> None:
         """Record the dead ranks; raise `CollectiveError` for any other MPI error."""
-        from mpi4py import MPI
-
         if not isinstance(error, MPI.Exception):
             raise error
         if not is_death(error):

@@ -24,6 +24,8 @@ from collectives.transport.transport import NativeMpi, Transport
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+else:
+    from collectives.core import mpi as MPI
 
 __all__ = ["MpiTransport"]
 
@@ -62,8 +64,6 @@ class MpiTransport(Transport):
     """
 
     def __init__(self, comm: MPI.Comm, parent: MPI.Comm | None = None) -> None:
-        from mpi4py import MPI
-
         self.endpoint = MpiEndpoint(comm, owned=parent is not None)
         self.mpi = self.endpoint.mpi
         self.rank = self.mpi.Get_rank()
@@ -108,8 +108,6 @@ class MpiTransport(Transport):
 
     def error_of(self, code: int, operation: str) -> RuntimeError:
         """Return the exception for an MPI error code."""
-        from mpi4py import MPI
-
         return self._explain(MPI.Exception(code), operation)
 
     def retain(self, memory: object) -> None:
@@ -133,8 +131,6 @@ class MpiTransport(Transport):
 
     def split(self, color: int | None, key: int) -> MpiTransport | None:
         """Return a transport for the ranks of one color, ordered by key; *collective*."""
-        from mpi4py import MPI
-
         try:
             part = self.mpi.Split(MPI.UNDEFINED if color is None else color, key)
             if part == MPI.COMM_NULL:
@@ -147,8 +143,6 @@ class MpiTransport(Transport):
 
     def check_threads(self, operation: str) -> None:
         """Raise `LaunchError` if MPI was not started for several threads."""
-        from mpi4py import MPI
-
         if not self._any_thread:
             raise LaunchError(
                 f"{operation}: several threads cannot use this MPI, expected thread level "
@@ -191,8 +185,6 @@ class MpiTransport(Transport):
 
     def channel(self, number: int | None = None) -> MpiTransport:
         """Return a transport on the same communicator with another tag."""
-        from mpi4py import MPI
-
         lane = copy.copy(self)  # shares the endpoint
         lane._tag = _LANE_TAG if number is None else _FIRST_NUMBERED + number
         lane.status = MPI.Status()  # another thread may complete messages of the channel
@@ -228,8 +220,6 @@ class MpiTransport(Transport):
         A rank that fails revokes the parent, because other ranks may still be making the new
         communicator, and Open MPI 5.0.11 crashes if an incomplete one is revoked.
         """
-        from mpi4py import MPI
-
         largest = np.array([number])
         wait = Backoff()
         try:
@@ -297,8 +287,6 @@ class MpiTransport(Transport):
     @functools.cached_property
     def _numbers(self) -> list[int]:
         """World rank of each rank."""
-        from mpi4py import MPI
-
         group, world = self.mpi.Get_group(), MPI.COMM_WORLD.Get_group()
         numbers = list(group.Translate_ranks(None, world))
         group.Free()
@@ -310,13 +298,9 @@ class MpiTransport(Transport):
 
     def progress(self) -> None:
         """Call MPI once, because MPI sends pending data only while it is called."""
-        from mpi4py import MPI
-
         MPI.COMM_SELF.Iprobe()
 
     def _explain(self, error: RuntimeError, operation: str) -> RuntimeError:
-        from mpi4py import MPI
-
         if not isinstance(error, MPI.Exception):
             return error
         if is_death(error):
@@ -338,7 +322,5 @@ class MpiTransport(Transport):
         return PeerFailure(f"{operation}: {what} ({self.where})")
 
     def _knows_who_died(self) -> bool:
-        from mpi4py import MPI
-
         MPI.COMM_SELF.Iprobe()  # not on `self.mpi`, which only raises after a death
         return bool(self.endpoint.dead())

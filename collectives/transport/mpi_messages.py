@@ -12,6 +12,8 @@ from collectives.arrays.host_arrays import Array, raw_bytes
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+else:
+    from collectives.core import mpi as MPI
 
 from collectives.core.errors import MismatchError
 
@@ -36,8 +38,6 @@ _abandoned: list[object] = []
 
 def is_death(error: RuntimeError) -> bool:
     """Return whether an MPI error means that a rank is dead or the communicator is revoked."""
-    from mpi4py import MPI
-
     codes = {MPI.ERR_PROC_FAILED, MPI.ERR_PROC_FAILED_PENDING, MPI.ERR_REVOKED}
     codes -= {MPI.ERR_UNKNOWN}  # the value of these classes in a library without them
     return isinstance(error, MPI.Exception) and error.Get_error_class() in codes
@@ -165,8 +165,6 @@ class MpiEndpoint:
     """
 
     def __init__(self, comm: MPI.Comm, owned: bool = False) -> None:
-        from mpi4py import MPI
-
         self.mpi = comm if owned else comm.Dup()
         self.byte = MPI.BYTE
         # Messages whose memory must not be released while MPI may access it.
@@ -178,8 +176,6 @@ class MpiEndpoint:
     @property
     def handles(self) -> tuple[int, int]:
         """MPI handles of the communicator and of MPI_BYTE, as numbers."""
-        from mpi4py import MPI
-
         return MPI._handleof(self.mpi), MPI._handleof(self.byte)
 
     def take(self, tag: int) -> tuple[int, Array] | None:
@@ -193,8 +189,6 @@ class MpiEndpoint:
 
     def dead(self) -> list[int]:
         """Return the ranks that MPI knows to be dead; empty if MPI does not report deaths."""
-        from mpi4py import MPI
-
         try:
             failed = self.mpi.Get_failed()
         except (NotImplementedError, MPI.Exception):
@@ -211,8 +205,6 @@ class MpiEndpoint:
 
     def free(self) -> None:
         """Close the communicator, unless messages are pending or MPI has ended."""
-        from mpi4py import MPI
-
         # With pending messages `Comm.Free` would wait for messages that never complete.
         under_way = self.live or self.kept
         if self.mpi != MPI.COMM_NULL and not MPI.Is_finalized() and not under_way:
@@ -223,8 +215,6 @@ class MpiEndpoint:
 
     def _free_closed(self, closed: MPI.Comm) -> None:
         """Receive leftover messages and free a communicator; keep it if that might block."""
-        from mpi4py import MPI
-
         try:
             while closed.Iprobe(self._any, MPI.ANY_TAG, self._found):
                 if self._found.count > _AT_ONCE_BYTES:

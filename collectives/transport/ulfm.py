@@ -40,6 +40,8 @@ from collectives.transport.backoff import IN_RESERVE, Backoff, CompletedWait, De
 
 if TYPE_CHECKING:
     from mpi4py import MPI
+else:
+    from collectives.core import mpi as MPI
 
 __all__ = ["agree", "shrink_and_make", "is_revoked", "rendezvous", "revoke"]
 
@@ -66,8 +68,6 @@ in_child(_parts.clear)  # a forked child is not a rank
 
 def is_revoked(comm: MPI.Comm) -> bool:
     """Return whether a rank has revoked a communicator, as far as this rank knows."""
-    from mpi4py import MPI
-
     with contextlib.suppress(MPI.Exception):
         comm.Iprobe()  # MPI learns of revocations and deaths only while it is called
     try:
@@ -78,8 +78,6 @@ def is_revoked(comm: MPI.Comm) -> bool:
 
 def revoke(comm: MPI.Comm) -> None:
     """Revoke a communicator, which aborts all ranks' operations on it, if MPI supports that."""
-    from mpi4py import MPI
-
     with contextlib.suppress(NotImplementedError, MPI.Exception):
         # Revoking twice can disturb ranks that are leaving their operations.
         if not comm.Is_revoked():
@@ -154,8 +152,6 @@ def _meet_by_agreement(ranks: RankSet, comm: MPI.Comm, deadline: Deadline, numbe
 
 def _meeting_kinds(ranks: RankSet, comm: MPI.Comm, deadline: Deadline, kind: int) -> int:
     """Return the kind of meeting of all surviving ranks; 0 if the kinds differ."""
-    from mpi4py import MPI
-
     bits = np.array([kind], np.intc)  # the agreement is a bitwise AND
     others = tuple(rank for rank in range(ranks.size) if rank != ranks.rank)
     absent = [CompletedWait("other ranks to come", others, False)]
@@ -182,8 +178,6 @@ def agree(comm: MPI.Comm, flag: bool) -> bool:
 
     All surviving ranks return the same.
     """
-    from mpi4py import MPI
-
     try:
         return bool(comm.Agree(int(flag)))
     except MPI.Exception:  # a rank has died; raised on all survivors
@@ -203,8 +197,6 @@ def shrink_and_make(
     Returns:
         the object, and the old number of each of its ranks in `comm`.
     """
-    from mpi4py import MPI
-
     is_whole = failure_detector.current is not None
     while True:
         _forget_failed_creation()
@@ -234,8 +226,6 @@ def _forget_failed_creation() -> None:
     failed creation keeps its turn, and creations from parents with higher numbers block forever.
     `MPI_COMM_SELF` has nearly the lowest number, so duplicating it releases the turn.
     """
-    from mpi4py import MPI
-
     MPI.COMM_SELF.Dup().Free()
 
 
@@ -243,8 +233,6 @@ def _wait_for_survivors() -> None:
     """Wait until the surviving ranks that this process resumed with have ended or died."""
     if not _parts:
         return
-    from mpi4py import MPI
-
     if MPI.Is_finalized():
         return
     liveness.prepare_exit()
