@@ -75,10 +75,8 @@ BLOCK = np.dtype(
         ("own_stop", "i8"),  # the byte after the last one
         ("longest_bytes", "i8"),  # longest stream of all ranks, in whole parts (pipelined_copy)
         ("want_bytes", "i8"),  # of the result (pipelined_copy)
-        (
-            "detail",
-            "i8",
-        ),  # may differ without an error: a hash (copies) or IN_PLACE, ELSEWHERE (direct); 0: none
+        # May differ without an error: a hash (copies) or IN_PLACE, ELSEWHERE (direct); 0: none.
+        ("detail", "i8"),
         ("stride", "i8"),  # from the bytes of a round in a slot to the next place; 0: one place
         ("piece_bytes", "i8"),  # one rank's share of a slot, in whole cache lines (pipelined)
         ("itemsize", "i8"),  # bytes of an element
@@ -95,10 +93,7 @@ BLOCK = np.dtype(
         ("previous_part", "i8"),  # address of the first of two parts that are combined
         ("parts_read", "i8"),  # in this round (pipelined_copy)
         ("sync_rounds", "i8"),  # rounds before arrays are exchanged (direct)
-        (
-            "detail_mismatch",
-            "i8",
-        ),  # whether `detail` differed in the last call, which moved nothing
+        ("detail_mismatch", "i8"),  # whether `detail` differed in the last call: nothing was moved
         # How results are stored (`collectives.node.result_stores`):
         ("result_mode", "i8"),  # of this call: PLAIN, STREAMING or UNKNOWN
         ("result_best_mode", "i8"),  # PLAIN or STREAMING, by the last comparison

@@ -5,6 +5,7 @@ from __future__ import annotations
 import argparse
 import math
 from collections.abc import Callable
+from functools import partial
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -204,22 +205,6 @@ def _sizes(option: str, text: str) -> list[int]:
     return found
 
 
-def _with_reason(expected: str) -> Callable[[Callable[[str], Any]], Callable[[str], Any]]:
-    """Return a decorator that states what an option expects in its errors."""
-
-    def decorate(read: Callable[[str], Any]) -> Callable[[str], Any]:
-        def checked(text: str) -> Any:
-            try:
-                return read(text)
-            except ValueError:
-                # argparse shows the text of this class, and hides that of a ValueError.
-                raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
-
-        return checked
-
-    return decorate
-
-
 def _above_zero(text: str, most: float = _MOST_FACTOR) -> float:
     value = float(text)
     if not 0 < value <= most:
@@ -227,38 +212,42 @@ def _above_zero(text: str, most: float = _MOST_FACTOR) -> float:
     return value
 
 
-@_with_reason(f"a number above 0, up to {_MOST_FACTOR:g}")
-def _factor(text: str) -> float:
-    return _above_zero(text)
-
-
-@_with_reason("a time above 0 as 2us or 150ms")
-def _time(text: str) -> float:
-    return links.seconds(text)
-
-
-@_with_reason("a rate above 0 as 100Gbit/s or 8GB/s")
-def _gigabits(text: str) -> float:
+def _rate(text: str) -> float:
     if not text.strip().endswith("/s"):
         raise ValueError  # a bare number would be seconds for a byte
     return 8e-9 / links.seconds_per_byte(text)
 
 
-@_with_reason("a rank and how many times as long it takes, as 3:10")
-def _slow(text: str) -> tuple[int, float]:
-    rank, _, factor = text.partition(":")
-    return int(rank), _above_zero(factor)
+def _rank_and(read: Callable[[str], float], text: str) -> tuple[int, float]:
+    rank, _, value = text.partition(":")
+    return int(rank), read(value)
 
 
-@_with_reason("a rank and when it dies, as 3:2ms")
-def _dead(text: str) -> tuple[int, float]:
-    rank, _, after = text.partition(":")
-    return int(rank), links.seconds(after)
-
-
-@_with_reason("a share and a factor as 1%:3")
-def _stragglers(text: str) -> tuple[float, float]:
+def _share_and_factor(text: str) -> tuple[float, float]:
     share, percent, factor = text.partition("%:")
     if not percent or math.isnan(float(share)):
         raise ValueError
     return _above_zero(share, 100.0) / 100, _above_zero(factor)
+
+
+def _reader(expected: str, read: Callable[[str], Any]) -> Callable[[str], Any]:
+    """Return a function that reads an option, and states in its errors what the option expects."""
+
+    def checked(text: str) -> Any:
+        try:
+            return read(text)
+        except ValueError:
+            # argparse shows the text of this class, and hides that of a ValueError.
+            raise argparse.ArgumentTypeError(f"expected {expected}, got {text!r}") from None
+
+    return checked
+
+
+_factor = _reader(f"a number above 0, up to {_MOST_FACTOR:g}", _above_zero)
+_time = _reader("a time above 0 as 2us or 150ms", links.seconds)
+_gigabits = _reader("a rate above 0 as 100Gbit/s or 8GB/s", _rate)
+_slow = _reader(
+    "a rank and how many times as long it takes, as 3:10", partial(_rank_and, _above_zero)
+)
+_dead = _reader("a rank and when it dies, as 3:2ms", partial(_rank_and, links.seconds))
+_stragglers = _reader("a share and a factor as 1%:3", _share_and_factor)
