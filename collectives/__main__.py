@@ -148,7 +148,6 @@ def _parser() -> argparse.ArgumentParser:
 
 
 def _names(*without: str) -> list[str]:
-    """Return the names of the operations."""
     return [name for name in selection.ALGORITHMS if name not in without]
 
 

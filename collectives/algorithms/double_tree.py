@@ -163,7 +163,6 @@ def _levels(size: int) -> int:
 
 
 def _slice_bytes(nbytes: float, size: int) -> float:
-    """Return the bytes of a slice of half a buffer."""
     wanted = nbytes / 2 / (_SLICES_PER_LEVEL * max(1, _levels(size)))
     return min(ring.SLICE_BYTES, max(_LEAST_SLICE_BYTES, wanted))
 

@@ -261,7 +261,6 @@ class EagerExchange:
         return status == DONE
 
     def _pending(self, block: EagerBlock) -> list[CompletedWait]:
-        """Return the pending messages of a call."""
         fields = block.fields
         dest, source, _ = self._steps[fields.step].tolist()
         nbytes = fields.count * fields.itemsize
@@ -281,7 +280,6 @@ def seconds(nbytes: float, layout: RankLayout) -> float:
 
 
 def _steps(rank: int, size: int) -> list[tuple[int, int, int]]:
-    """Return a rank's steps in a recursive doubling."""
     part = topology.doubling(rank, size)
     # Odd guests send, and take the result of their proxy.
     if part.proxy is not None:

@@ -167,6 +167,5 @@ def _send_ready(transport: Transport, buffer: Array, step: HalvingStep, deadline
 
 
 def _run_slices(buffer: Array, bounds: Sequence[int], first: int, count: int) -> list[Array]:
-    """Return the slices of a run of chunks of a buffer."""
     parts = topology.unwrapped(first, count, len(bounds) - 1)
     return [s for p in parts for s in ring.slices(buffer[bounds[p.start] : bounds[p.stop]])]

@@ -149,7 +149,6 @@ def estimate(operation: str, nbytes: int, layout: RankLayout) -> dict[str, float
 
 
 def _node_seconds(operation: str, nbytes: int, layout: RankLayout) -> float:
-    """Return the modelled seconds of the node engine."""
     link = layout.machine.shared
     if operation == "barrier":
         return link.alpha

@@ -108,6 +108,5 @@ def as_array(memory: Array, kind: ArraySpec) -> SpecView:
 
 
 def _check(dtype: np.dtype[Any], operation: str) -> np.dtype[Any]:
-    """Check that a dtype can be moved; return it in native byte order."""
     # An empty array takes all checks of an argument, and names the operation in errors.
     return host_arrays.host_view(np.empty(0, dtype), operation=operation).host.dtype

@@ -321,7 +321,6 @@ def address_of(function: Any) -> int:
 
 
 def _numpy_function(index: int) -> int:
-    """Return the address of a function of NumPy's C interface."""
     # NumPy 1.26 has a `_core` without the table.
     core = getattr(np, "_core", np)
     core = core if hasattr(core, "multiarray") else np.core
@@ -332,7 +331,6 @@ def _numpy_function(index: int) -> int:
 
 
 def _code_address(function: Any) -> int:
-    """Return the address of a builtin's C function."""
     get = ctypes.pythonapi.PyCFunction_GetFunction
     get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object,)
     return int(get(function))

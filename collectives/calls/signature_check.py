@@ -213,7 +213,6 @@ def _by_nodes(
 
 
 def _write_message(hashes: tuple[int, int], data: Array) -> Array:
-    """Return a message with the hashes and the data."""
     # Of one length for all calls, so that ranks in different calls receive it.
     message = np.zeros(MESSAGE_BYTES, np.uint8)
     message[:HEAD_BYTES].view(np.int64)[:] = hashes
@@ -233,7 +232,6 @@ def _read_message(message: Array, like: Array) -> Array | None:
 
 
 def _combine(contribution: Piggyback, ours: Array, theirs: Array) -> None:
-    """Merge the message `theirs` into `ours`."""
     hashes, others = ours[:HEAD_BYTES].view(np.int64), theirs[:HEAD_BYTES].view(np.int64)
     # Only equal calls have payloads of one layout.
     if hashes.tobytes() == others.tobytes():

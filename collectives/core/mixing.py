@@ -100,7 +100,6 @@ def _symmetric(graph: Mapping[int, Iterable[int]], size: int) -> list[set[int]]:
 
 
 def _checked(graph: Sequence[Sequence[float]], size: int) -> list[Row]:
-    """Return the rows of a matrix of weights."""
     shape = len(graph), sorted({len(row) for row in graph})
     if shape != (size, [size]):
         raise ValueError(

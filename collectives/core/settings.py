@@ -122,7 +122,6 @@ def unknown_variables(environ: Mapping[str, str]) -> list[str]:
 
 
 def _suggestion(name: str) -> str:
-    """Return the most similar variable, or all variables."""
     # Without the common prefix, which would make all of them similar.
     short = {known.removeprefix("UNISONO_"): known for known in VARIABLES}
     near = difflib.get_close_matches(name.removeprefix("UNISONO_").upper(), short, n=1)

@@ -98,7 +98,6 @@ def _link(name: str, numbers: Any) -> LinkCost:
 
 
 def _numbers(link: LinkCost) -> dict[str, float]:
-    """Return the measured numbers of a link."""
     return {field: value for field, value in link._asdict().items() if value < math.inf}
 
 

@@ -198,7 +198,6 @@ class _OnDevice:
         self._text = text
 
     def describe(self) -> str:
-        """Describe the ranks that the wait depends on."""
         return self._text
 
 

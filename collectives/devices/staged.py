@@ -404,5 +404,4 @@ def _zeros(like: DeviceBuffer, count: int) -> DeviceBuffer:
 
 
 def _overlap(a: DeviceBuffer, b: DeviceBuffer) -> bool:
-    """Return whether two arrays overlap without being equal."""
     return a.address != b.address and -a.nbytes < b.address - a.address < b.nbytes

@@ -270,7 +270,6 @@ def pairs(operation: str, xs: Sequence[Any], out: Sequence[Any] | None) -> list[
 def _lower_all(
     hosts: Sequence[Array], loans: Sequence[HostArgument | None], ways: Sequence[Lowering]
 ) -> list[HostArgument | None]:
-    """Return the converted inputs of the lowered reduction."""
     plain = [HostArgument(x, None, host_arrays.identity) for x in hosts]
     lent = [given or own for given, own in zip(loans, plain, strict=True)]
     return [way.lend(loan) for way, loan in zip(ways, lent, strict=True)]

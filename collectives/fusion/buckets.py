@@ -301,7 +301,6 @@ class Buckets:
         return self._places.checked(operation, index, value, self._names[index])
 
     def _current_step(self, operation: str) -> _Step:
-        """Start a step."""
         self._check_open(operation)
         split.check_threads(self._group, operation)
         self._step, self._kept = _Step(self._buckets), []

@@ -216,7 +216,6 @@ def _toolchain() -> bytes:
 
 
 def _create(folder: Path) -> Path:
-    """Create the folder if it is missing, and return it."""
     folder.parent.mkdir(parents=True, exist_ok=True)
     with contextlib.suppress(FileExistsError):
         # Only this user: code from the folder is executed.

@@ -133,7 +133,6 @@ def _scalar(function: str, dtype: np.dtype[Any]) -> Callable[..., Any]:
 
 
 def _wide(function: str) -> Callable[..., Any]:
-    """Return the function for 16-bit floats widened to float32."""
     return _WIDE_FUNCTIONS.get(function) or _own(function, np.float32)
 
 
@@ -258,7 +257,6 @@ def _add_half(half: str, function: str) -> Loop:
 
 
 def _round(half: str) -> Loop:
-    """Return a loop that rounds float32 to 16 bits."""
     _, narrow = float16.CONVERSIONS[half]
 
     def save(dest: int, source: int, n: int, size: int) -> None:

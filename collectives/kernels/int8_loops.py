@@ -191,7 +191,6 @@ def _narrow(name: str) -> Callable[..., None]:
 
 
 def _widen(name: str) -> Callable[..., None]:
-    """Return a loop that unpacks `n` numbers."""
     dtype = np.dtype(name)
     number = dtype.type
     size = dtype.itemsize

@@ -225,7 +225,6 @@ class _VariantFiles:
         self._seen: dict[bytes, code_cache.CacheEntry] = {}
 
     def entry(self, key: Any) -> code_cache.CacheEntry:
-        """Return the cache entry of a variant."""
         # Everything that determines the code, besides the toolchain (`code_cache`).
         described = (_EDITION, self._label, self._sources, self._options, key)
         made_from = repr(described).encode()
@@ -234,11 +233,9 @@ class _VariantFiles:
         return self._seen[made_from]
 
     def save(self, key: Any, data: Any) -> None:
-        """Write the file of a variant."""
         self.entry(key).write(dumps(data))  # type: ignore[no-untyped-call]
 
     def load(self, key: Any) -> Any:
-        """Return the data of a variant; None if no file has it."""
         code = self.entry(key).read()
         return None if code is None else loads(code)
 

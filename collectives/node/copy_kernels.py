@@ -67,7 +67,6 @@ def _put_own(block: Any, dest: int, first: int, stop: int) -> None:
 
 @njit
 def _table(block: Any) -> Any:
-    """Return the rows of the streams that this rank reads."""
     return carray(pointer(block.table), block.rows, COPY)
 
 

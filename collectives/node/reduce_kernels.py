@@ -133,7 +133,6 @@ def _round_count(block: Any) -> int:
 
 @njit
 def _number(block: Any, turn: int) -> int:
-    """Return the number of a round of a call with several rounds."""
     return block.first_round + block.sync_rounds + turn
 
 

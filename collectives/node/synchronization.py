@@ -70,7 +70,6 @@ def now(block: Any) -> int:
 
 @njit
 def _publish_status(block: Any, seconds: float, number: int) -> None:
-    """Store the time and a call number in this rank's status entry."""
     entry = record(block.status_entry, STATUS_ENTRY)
     entry.time = seconds
     entry.number = number

@@ -159,7 +159,6 @@ def _average(call: Call, own: Array, matrix: list[Row]) -> Array:
 
 
 def _mix(total: Array, arrays: Mapping[int, Array], weights: Row) -> None:
-    """Add the weighted arrays in rank order."""
     total[...] = 0
     for source, weight in weights.items():
         # Widened first, because a product of 16-bit floats would be rounded.

@@ -77,7 +77,6 @@ def create_group(whole: Group, ranks: Sequence[int], *, tag: int | None = None) 
 
 
 def _checked_ranks(whole: Group, ranks: Sequence[int]) -> list[int]:
-    """Check the ranks of a new group, and return them as a list."""
     listed = [operator.index(r) for r in ranks]
     if len(set(listed)) != len(listed) or not set(listed) <= set(range(whole.size)):
         raise ValueError(

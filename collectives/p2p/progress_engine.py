@@ -187,7 +187,6 @@ class ProgressEngine:
             raise
 
     def _requests(self) -> list[Transfer]:
-        """Return the requests that are not complete."""
         return self.matching.requests
 
     def _advance(self, request: Transfer) -> int:
@@ -207,7 +206,6 @@ class ProgressEngine:
             self._fail(transfer, error)
 
     def _fail(self, transfer: Transfer, error: BaseException) -> None:
-        """Fail a request, and make the group unusable."""
         operation = transfer.deadline.operation
         # This request first, so that it raises its own error instead of the group's.
         transfer.fail(error)

@@ -130,7 +130,6 @@ def simulate_check(
 def _algorithm(
     operation: str, algorithm: str, nbytes: int, cluster: SimulatedCluster
 ) -> Callable[[RankContext], None]:
-    """Return a function that runs one call of an algorithm on a rank."""
     run = selection.ALGORITHMS[operation][algorithm].run
     # Shared by all ranks, because thousands of lists would fill the memory.
     bounds = topology.chunk_bounds(nbytes // _DTYPE.itemsize, cluster.size)
@@ -146,7 +145,6 @@ def _algorithm(
 def _comparison(
     nbytes: int, cluster: SimulatedCluster, *, by_nodes: bool
 ) -> Callable[[RankContext], None]:
-    """Return a function that runs one signature check on a rank."""
     length = HEAD_BYTES + nbytes
     # Combining takes time on the processor, not on a link.
     combining = cluster.layout.combined(nbytes)
@@ -175,7 +173,6 @@ def _comparison(
 
 
 def _last(cluster: SimulatedCluster, call: Callable[[RankContext], None], **how: Any) -> float:
-    """Return the seconds until the last rank has finished."""
     return max(rank.seconds for rank in _check_ended(cluster, call, **how))
 
 

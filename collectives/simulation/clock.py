@@ -368,7 +368,6 @@ class EventClock:
 
 
 def _most_memory() -> int:
-    """Return the peak memory of this process in bytes."""
     # Linux reports kilobytes.
     return resource.getrusage(resource.RUSAGE_SELF).ru_maxrss << 10
 

@@ -102,7 +102,6 @@ def _ended_after(seconds: float) -> Iterator[None]:
 
 
 def _run(limit: float, as_json: bool) -> int:
-    """Check everything; see `run`."""
     comm = world.init()
     mpi_world = processes.start_mpi(settings.from_environment())
     # Ranks that ran into a time limit reach the exchange later than others, by that limit.

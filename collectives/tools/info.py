@@ -89,13 +89,11 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
 
 
 def _route(chosen: Settings) -> str:
-    """Return the path of large arrays on CUDA devices."""
     route = _ROUTES[chosen.cuda_aware]
     return f"by NCCL where it can reduce them, else {route}" if chosen.nccl == "on" else route
 
 
 def _threads(chosen: Settings) -> dict[str, Any]:
-    """Return the maximal number of threads of each pool of a process."""
     return {
         "calls": chosen.call_threads,
         "updates": chosen.update_threads,

@@ -95,7 +95,6 @@ def rows(question: Question, cluster: SimulatedCluster, within: float) -> list[A
 
 
 def _row(name: str, estimated: float, run: Callable[..., float], within: float) -> AlgorithmRow:
-    """Simulate one row."""
     # `disable=None`: a bar only on a terminal.
     with tqdm(desc=name, unit=" messages", unit_scale=True, disable=None, leave=False) as bar:
         try:

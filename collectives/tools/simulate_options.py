@@ -190,7 +190,6 @@ def _cluster(options: argparse.Namespace, known: links.MeasuredMachine) -> Simul
 
 
 def _sizes(option: str, text: str) -> list[int]:
-    """Parse sizes of float32 arrays."""
     from collectives.tools import byte_sizes
 
     try:

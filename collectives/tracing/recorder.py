@@ -362,7 +362,6 @@ def _everything(process: _Process, reason: str) -> dict[str, Any]:
 
 
 def _clock(monotonic: float) -> str:
-    """Format a time as UTC with microseconds."""
     seconds = _EPOCH + monotonic
     # `strftime` does not format microseconds.
     whole = time.strftime("%Y-%m-%dT%H:%M:%S", time.gmtime(seconds))
