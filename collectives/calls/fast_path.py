@@ -254,7 +254,7 @@ class FastPath:
         entry.kernel = _code_address(node.kernel)
         entry.operation, entry.fields = id(node.operation), id(node.fields)
         entry.caller = id(caller)
-        entry.text, entry.text_bytes = _bytes_address(text), len(text)
+        entry.text, entry.text_bytes = address(np.frombuffer(text, np.uint8)), len(text)
         return plan, node, caller, caller[0], text, node.block
 
     def _bind(self, group: Any, board: StatusBoard) -> None:
@@ -334,10 +334,6 @@ def _code_address(function: Any) -> int:
     get = ctypes.pythonapi.PyCFunction_GetFunction
     get.restype, get.argtypes = ctypes.c_void_p, (ctypes.py_object,)
     return int(get(function))
-
-
-def _bytes_address(text: bytes) -> int:
-    return address(np.frombuffer(text, np.uint8))
 
 
 def slot_address(owner: object, name: str) -> int:

@@ -93,7 +93,7 @@ def grouped_broadcast(
         arrays = bucket_layout.summary(kinds)
         call.describe(count=len(loans), arrays=arrays, root=root, algorithm=algorithm)
         own = group.rank == root
-        starts, nbytes = _places([loan.host for loan in loans])
+        starts, nbytes = bucket_layout.offsets([x.host.nbytes for x in loans], range(len(loans)))
         stream = np.empty(nbytes, np.uint8)
         parts = [_part(stream, at, loan.host) for at, loan in zip(starts, loans, strict=True)]
         # Only the root's elements count; the stream of another rank is overwritten.
@@ -357,10 +357,6 @@ def _fused_reduce_scatter(
         taken[end - math.prod(shape) : end].reshape(shape)
         for shape, end in zip(shapes, ends, strict=True)
     ]
-
-
-def _places(arrays: Sequence[Array]) -> tuple[list[int], int]:
-    return bucket_layout.offsets([array.nbytes for array in arrays], range(len(arrays)))
 
 
 def _part(stream: Array, at: int, like: Array) -> Array:

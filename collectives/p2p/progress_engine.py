@@ -55,7 +55,9 @@ class ProgressEngine:
         self.matching = Matching(group.transport)
         self._group = group
         self._ranks = group.transport
-        self._thread = ProgressThread(self._requests, self._advance, self._poll, self.end)
+        self._thread = ProgressThread(
+            lambda: self.matching.requests, self._advance, self._poll, self.end
+        )
         self._transport: Transport | None = None
         self._handed_over = 0  # number of delivered transfers
         self._closed = False
@@ -185,9 +187,6 @@ class ProgressEngine:
             if self.matching.torn:
                 self._fail(transfer, error)
             raise
-
-    def _requests(self) -> list[Transfer]:
-        return self.matching.requests
 
     def _advance(self, request: Transfer) -> int:
         """Poll once for a request, and return the number of transfers delivered so far."""

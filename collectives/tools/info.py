@@ -77,7 +77,11 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
         "links": links.facts(comm.settings.links),
         "stores": stores(_chosen_stores(comm)),
         "compiled_code": _compiled_code(),
-        "threads": _threads(comm.settings),
+        "threads": {
+            "calls": comm.settings.call_threads,
+            "updates": comm.settings.update_threads,
+            "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
+        },
         "ranks": comm.size,
         "nodes": {
             f"{node} {name}": sum(1 for other in names if other[0] == node)
@@ -91,14 +95,6 @@ def gather_facts(comm: Communicator) -> dict[str, Any]:
 def _route(chosen: Settings) -> str:
     route = _ROUTES[chosen.cuda_aware]
     return f"by NCCL where it can reduce them, else {route}" if chosen.nccl == "on" else route
-
-
-def _threads(chosen: Settings) -> dict[str, Any]:
-    return {
-        "calls": chosen.call_threads,
-        "updates": chosen.update_threads,
-        "OMP_NUM_THREADS": os.environ.get("OMP_NUM_THREADS", "not set"),
-    }
 
 
 def gpus(seen: Sequence[Sequence[str]]) -> str | None:
