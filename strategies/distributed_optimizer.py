@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import sys
 from collections.abc import Callable, Iterable, Mapping
-from typing import TYPE_CHECKING, Any, Protocol, TypedDict, overload
+from typing import TYPE_CHECKING, Any, Literal, Protocol, TypedDict, overload
 
 import collectives as cc
 from collectives import extend
@@ -21,6 +21,7 @@ if TYPE_CHECKING:
     import optax
     from typing_extensions import Unpack
 
+    from strategies.jax.sharded_transformation import ShardedTransformation
     from strategies.torch.optimizer import TorchOptimizer
 
 __all__ = ["DistributedOptimizer", "OptimizerOptions"]
@@ -45,7 +46,7 @@ class _OfTrees(Protocol):
 
 
 class OptimizerOptions(TypedDict, total=False):
-    """Options of `DistributedOptimizer`, shared by its overloads."""
+    """Options of `DistributedOptimizer`, shared by its overloads; `shard_state` is one more."""
 
     named_parameters: Mapping[str, Any] | Iterable[tuple[str, Any]] | None
     comm: cc.Communicator | None
@@ -64,22 +65,25 @@ class OptimizerOptions(TypedDict, total=False):
     sync_every: SyncEvery | None
     outer: Any
     neighbours: Any
-    shard_state: bool
     delay: int
     strategy: Any
 
 
 @overload
 def DistributedOptimizer(
-    optimizer: ArrayOptimizer, **options: Unpack[OptimizerOptions]
+    optimizer: ArrayOptimizer, *, shard_state: bool = False, **options: Unpack[OptimizerOptions]
 ) -> AveragingOptimizer: ...
 @overload
 def DistributedOptimizer(
-    optimizer: _OfParameters, **options: Unpack[OptimizerOptions]
+    optimizer: _OfParameters, *, shard_state: bool = False, **options: Unpack[OptimizerOptions]
 ) -> TorchOptimizer: ...
 @overload
 def DistributedOptimizer(
-    optimizer: _OfTrees, **options: Unpack[OptimizerOptions]
+    optimizer: _OfTrees, *, shard_state: Literal[True], **options: Unpack[OptimizerOptions]
+) -> ShardedTransformation: ...
+@overload
+def DistributedOptimizer(
+    optimizer: _OfTrees, *, shard_state: bool = False, **options: Unpack[OptimizerOptions]
 ) -> optax.GradientTransformationExtraArgs: ...
 def DistributedOptimizer(
     optimizer: Any,
