@@ -131,13 +131,18 @@ class ShardedBuckets:
             parameters: array of each leaf, changed in place.
             parts: this rank's part of each leaf.
         """
-        for i in self.members:
-            self._blocks[i][self._comm.rank].place[...] = array_ops.to_host(parts[i])
+        own = [array_ops.to_host(part) for part in parts]
+        for i, part in zip(self.members, own, strict=True):
+            self._blocks[i][self._comm.rank].place[...] = part
         for gather in self._gathers:
             gather()
-        for i in self.members:
-            for block in self._blocks[i]:
-                _write(parameters[i], block)
+        for i, part in zip(self.members, own, strict=True):
+            value = parameters[i]
+            # A view of the parameter has been updated in place.
+            is_view = isinstance(value, np.ndarray) and np.may_share_memory(value, part)
+            for rank, block in enumerate(self._blocks[i]):
+                if rank != self._comm.rank or not is_view:
+                    _write(value, block)
 
     def restore_feedback(self) -> None:
         """Do nothing: without compression no rounding error is kept."""
