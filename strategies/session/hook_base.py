@@ -75,7 +75,6 @@ class HookList:
 
     Args:
         hooks: in any order; hooks with equal `order` keep theirs.
-
     """
 
     def __init__(self, hooks: Iterable[Hook]) -> None:

@@ -30,7 +30,7 @@ class SessionState:
         saver: saver of all ranks; if its manager has no ranks, the chief's is used. None saves
             nothing.
         state: state that ranks resume from after a death, or None.
-        comm: the ranks; None uses those of the saver's checkpoints or of the state.
+        comm: the ranks; by default the ranks of the saver's checkpoints, or of the state.
         in_step: whether the ranks train in step.
         commit_steps: number of steps between two commits.
         restore: whether `begin` restores the newest checkpoint.
